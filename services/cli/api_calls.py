@@ -14,7 +14,7 @@ import httpx
 import typer
 from pydantic import ValidationError
 
-from services.cli.api import Api, ApiError
+from services.cli.api import NO_CONTROLLER, Api, ApiError
 from services.cli.controller_address import CliSettings
 from services.cli.local import ServiceExitedError
 from services.cli.output import console, errors, fail, tolerate_broken_pipe
@@ -220,9 +220,7 @@ async def _with_api(
         return await _at(elsewhere[0], work)
     if not is_default:
         raise ApiError(f"{state_directory} has no runs: {DATABASE_FILE} does not exist")
-    raise ApiError(
-        "no controller found; start one with 'slipstream up', or set --url or SLIPSTREAM_URL"
-    )
+    raise ApiError(f"no controller found; {NO_CONTROLLER}")
 
 
 async def _at(url: str, work: Callable[[Api], Awaitable[_T]]) -> _T:

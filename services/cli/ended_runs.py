@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from services.cli.api import ApiError
+from services.cli.api import NO_CONTROLLER, ApiError
 from services.common.security.confinement import CodePolicy
 from services.common.task_group import TaskGroup
 from services.controller.api.app import build_app
@@ -84,8 +84,7 @@ class _Reading(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         if request.method != "GET" or request.url.path.endswith("/stream"):
             raise ApiError(
-                "this needs a controller, and none runs in this folder; start one with 'slipstream up', or "
-                "set --url or SLIPSTREAM_URL",
+                f"this needs a controller, and none runs in this folder; {NO_CONTROLLER}",
                 status=HTTPStatus.SERVICE_UNAVAILABLE,
             )
         return await self._inner.handle_async_request(request)

@@ -12,6 +12,7 @@ from services.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     ServiceError,
+    UnavailableError,
 )
 from services.common.rpc.client import open_channel
 from services.common.runspec.run import WeightSyncSpec
@@ -310,6 +311,12 @@ class WeightMembers:
     async def _connect(self, address: str) -> WeightSyncClient:
         channel = open_channel(address, "worker", run_id=self._run_id)
         return WeightSyncClient(await self._stack.enter_async_context(channel))
+
+
+def unpublishable(silent_members: Iterable[str]) -> UnavailableError:
+    """Returns the error of a publication whose members do not answer."""
+    names = " and ".join(silent_members)
+    return UnavailableError(f"{names} does not answer, so no version can be published")
 
 
 async def _aborted(member: WeightSyncClient, epoch: int, reason: str, timeout_s: float) -> None:

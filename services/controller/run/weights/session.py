@@ -12,7 +12,6 @@ from services.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     ServiceError,
-    UnavailableError,
 )
 from services.common.runspec.run import WeightSyncSpec
 from services.common.runspec.weight_modes import MODES, TRANSPORTS
@@ -22,7 +21,7 @@ from services.controller import metrics
 from services.controller.membership import Worker
 from services.controller.run.state.worker_failures import LateError
 from services.controller.run.weights.followers import Followers, Release
-from services.controller.run.weights.members import WeightMembers
+from services.controller.run.weights.members import WeightMembers, unpublishable
 from services.controller.run.weights.shelf import Shelf
 from services.controller.run.weights.store_channel import (
     StoreChannel,
@@ -699,9 +698,7 @@ class WeightSession:
             any(name in self._members.sources for name in lost_rollouts)
             or not self._members.rollouts
         ):
-            raise UnavailableError(
-                f"{' and '.join(lost_rollouts)} does not answer, so no version can be published"
-            ) from error
+            raise unpublishable(lost_rollouts) from error
         is_final = isinstance(error, (InterruptedLinkError, StoreFailedError))
         if tries == _MAX_TRIES or (is_final and not lost_rollouts):
             raise error

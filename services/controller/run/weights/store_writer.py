@@ -9,13 +9,13 @@ import logging
 import sys
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 
-from services.common.errors import DeadlineExceededError, ServiceError, UnavailableError
+from services.common.errors import DeadlineExceededError, ServiceError
 from services.common.runspec.run import WeightStorageSpec
 from services.common.stores import without_secrets
 from services.controller import metrics
 from services.controller.run.state.worker_failures import UnresponsiveError
 from services.controller.run.weights.followers import Followers
-from services.controller.run.weights.members import WeightMembers
+from services.controller.run.weights.members import WeightMembers, unpublishable
 from services.controller.run.weights.shelf import Shelf, StoredCopy
 from services.controller.run.weights.store_channel import StoreChannel, StoreTrouble
 from services.weightsync.plan import version_digest
@@ -134,9 +134,7 @@ class StoreWriter:
             except ServiceError as error:
                 epoch, self.epoch = self.epoch, -1
                 if absent := await self._members.abort(epoch, str(error), [*self._members.sources]):
-                    raise UnavailableError(
-                        f"{' and '.join(absent)} does not answer, so no version can be published"
-                    ) from error
+                    raise unpublishable(absent) from error
                 (name, *_) = self._members.sources
                 self._channel.record(name, self.trouble, error)
                 if isinstance(error, DeadlineExceededError):
