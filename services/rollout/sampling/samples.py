@@ -33,6 +33,7 @@ from services.rollout.workflows.turns import (
     Conversation,
     Turn,
     divided,
+    num_tokens,
     observed,
     routed_experts,
     sampled_versions,
@@ -48,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 # The pattern comes from the user, and matching blocks the event loop.
 _PATTERN_TIMEOUT_S = 0.1
-Tag = int | float | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,27 +190,31 @@ def sample_fields(
     Raises:
         ValueError: If a sample's logprobs or versions do not cover its tokens.
     """
-    fields: dict[str, list[Tensor]] = {
-        name: []
-        for name in ("response_ids", "response_mask", "rollout_logprobs", "version_runs", "rewards")
-    }
-    for sample in samples:
-        turns, runs = sample.turns, sample.version_runs
-        response_ids = row_of((turn.token_ids for turn in turns), np.int32)
-        logprobs = row_of((turn.logprobs for turn in turns), np.float32)
-        num_versions = sum(count for _, count in runs)
-        if not len(response_ids) == len(logprobs) == num_versions:
+    runs = [sample.version_runs for sample in samples]
+    lengths = [num_tokens(sample.turns) for sample in samples]
+    for sample, of_sample, length in zip(samples, runs, lengths, strict=True):
+        num_logprobs = sum(len(turn.logprobs) for turn in sample.turns)
+        num_versions = sum(count for _, count in of_sample)
+        if not length == num_logprobs == num_versions:
             raise ValueError(
-                f"sample {sample.member} has {len(response_ids)} tokens, {len(logprobs)} logprobs and "
-                f"versions for {num_versions}; they must be equal"
+                f"sample {sample.member} has {length} tokens, {num_logprobs} logprobs and versions for "
+                f"{num_versions}; they must be equal"
             )
-        is_trained = sample.finish_reason != "failed"
-        mask = ((turn.is_sampled and is_trained,) * len(turn.token_ids) for turn in turns)
-        fields["response_ids"].append(response_ids)
-        fields["response_mask"].append(row_of(mask, np.bool_))
-        fields["rollout_logprobs"].append(logprobs)
-        fields["version_runs"].append(torch.tensor(runs, dtype=torch.int32).reshape(-1, 2))
-        fields["rewards"].append(torch.tensor(sample.score.value, dtype=torch.float32))
+    turns = [(turn, s.finish_reason != "failed") for s in samples for turn in s.turns]
+    masks = ((turn.is_sampled and is_trained,) * len(turn.token_ids) for turn, is_trained in turns)
+    versions = row_of(chain.from_iterable(runs), np.int32).reshape(-1, 2)
+    rewards = [sample.score.value for sample in samples]
+    # One tensor for all samples, whose rows are views: a tensor for each row takes longer than its values.
+    fields: dict[str, list[Tensor]] = {
+        name: list(values.split(lengths))
+        for name, values in (
+            ("response_ids", row_of((turn.token_ids for turn, _ in turns), np.int32)),
+            ("response_mask", row_of(masks, np.bool_)),
+            ("rollout_logprobs", row_of((turn.logprobs for turn, _ in turns), np.float32)),
+        )
+    }
+    fields["version_runs"] = list(versions.split(list(map(len, runs))))
+    fields["rewards"] = list(torch.tensor(rewards, dtype=torch.float32).unbind())
     if has_token_rewards:
         fields[TOKEN_REWARDS] = [
             torch.tensor(sample.token_rewards or (0.0,) * len(sample.response_ids))
@@ -248,30 +252,27 @@ def sample_tags(
     samples: Sequence[Sample], prompt: Prompt, *, group_id: str, attempt: int
 ) -> dict[str, list[Any]]:
     """Returns the tags of the samples by name, as the data dictionary defines them."""
-    rows = [_tags(sample, prompt, group_id=group_id, attempt=attempt) for sample in samples]
-    return {name: [row[name] for row in rows] for name in rows[0]}
-
-
-def _tags(sample: Sample, prompt: Prompt, *, group_id: str, attempt: int) -> dict[str, Tag]:
-    versions = sample.sampled_versions or [TOOL_VERSION]
-    tags: dict[str, Tag] = {
-        "group_id": group_id,
-        "member": sample.member,
-        "attempt": attempt,
-        "v_min": min(versions),
-        "v_max": max(versions),
-        "v_first": versions[0],
-        "num_segments": len(versions),
-        "prompt_tokens": len(sample.prompt_ids),
-        "response_tokens": len(sample.response_ids),
-        "reward": sample.score.value,
-        "terms": json.dumps(dict(sample.score.terms)),
-        "finish_reason": sample.finish_reason,
-        "data_source": prompt.data_source,
-        "greedy": int(sample.is_greedy),
-        "seed": sample.seed,
+    versions = [sample.sampled_versions or [TOOL_VERSION] for sample in samples]
+    tags: dict[str, list[Any]] = {
+        "group_id": [group_id] * len(samples),
+        "member": [sample.member for sample in samples],
+        "attempt": [attempt] * len(samples),
+        "v_min": list(map(min, versions)),
+        "v_max": list(map(max, versions)),
+        "v_first": [of_sample[0] for of_sample in versions],
+        "num_segments": list(map(len, versions)),
+        "prompt_tokens": [len(sample.prompt_ids) for sample in samples],
+        "response_tokens": [num_tokens(sample.turns) for sample in samples],
+        "reward": [sample.score.value for sample in samples],
+        "terms": [json.dumps(dict(sample.score.terms)) for sample in samples],
+        "finish_reason": [sample.finish_reason for sample in samples],
+        "data_source": [prompt.data_source] * len(samples),
+        "greedy": [int(sample.is_greedy) for sample in samples],
+        "seed": [sample.seed for sample in samples],
     }
-    return tags | {"answer": sample.answer} if sample.answer else tags
+    if samples[0].answer:  # of held-out prompts
+        tags["answer"] = [sample.answer for sample in samples]
+    return tags
 
 
 async def demonstration_sample(

@@ -299,17 +299,13 @@ class DataClient:
         columns: Sequence[PackedColumn],
     ) -> KVBatchMeta:
         sizes = tuple(column.size_bytes for column in columns)
-        buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        checksums = tuple(
-            [column.copy_into(buffer) for column, buffer in zip(columns, buffers, strict=True)]
-        )
+        contents = [column.joined() for column in columns]
+        checksums = tuple(map(codec.blob_checksum, contents))
         store = codec.Store(
             put_id, meta.partition_id, sizes, self._put_timeout_s, meta.to_bytes(), checksums
         )
         timeout_s = self._put_timeout_s + TIMEOUT_S
-        answer = await connection.request(
-            store, [b"".join([buffer.numpy().data for buffer in buffers])], timeout_s=timeout_s
-        )
+        answer = await connection.request(store, [b"".join(contents)], timeout_s=timeout_s)
         blobs_stored = _expect(codec.Stored, answer)
         blobs = _blobs(connection.shard.shard_id, blobs_stored.blob_ids, sizes, checksums)
         return replace(meta, blobs=blobs, revision=blobs_stored.revision)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.common.errors import InvalidArgumentError
 from services.wire.batch import FieldColumn
-from services.wire.data.encoding.codec import ITEM_BYTES, checksum, combine, parts_of
+from services.wire.data.encoding.codec import ITEM_BYTES, parts_of
 from services.wire.data.jagged import Jagged
 
 Values = Jagged | Tensor | Sequence[Tensor]
@@ -83,14 +83,10 @@ class PackedColumn:
             parts.append(ColumnPart(begin, size, pieces))
         return parts
 
-    def copy_into(self, target: Tensor) -> int:
-        """Copies the column into ``target``, uint8 of ``size_bytes``; returns the checksum."""
-        return combine(
-            [
-                checksum(part.copy_into(target[part.begin : part.begin + part.size]))
-                for part in self.parts()
-            ]
-        )
+    def joined(self) -> memoryview:
+        """Returns all bytes of the column."""
+        whole = torch.cat(self.pieces) if len(self.pieces) > 1 else self.pieces[0].contiguous()
+        return whole.detach().view(torch.uint8).numpy().data
 
     def to_field(self, blob_index: int) -> FieldColumn:
         """Returns the column's description as the blob ``blob_index``."""
