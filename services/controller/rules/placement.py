@@ -99,17 +99,14 @@ class SlotUsage:
         self._slots = slots
         self._group_size = group_size
         self._finished: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
+        self.slots_per_group = float(group_size)
+        """Mean slots that a group occupies, from 1 to its size; its size until a group has finished."""
 
     def finished(self, num_tokens: Sequence[int]) -> None:
         """Records a complete group with responses of these lengths, in tokens."""
         self._finished.append((sum(num_tokens), max(num_tokens)))
-
-    @property
-    def slots_per_group(self) -> float:
-        """Mean slots that a group occupies, from 1 to its size; its size until a group has finished."""
-        total = sum(tokens for tokens, _ in self._finished)
-        longest = sum(maximum for _, maximum in self._finished)
-        return max(1.0, total / longest) if longest else float(self._group_size)
+        total, longest = map(sum, zip(*self._finished, strict=True))
+        self.slots_per_group = max(1.0, total / longest) if longest else float(self._group_size)
 
     def num_groups(self, num_engines: int) -> int:
         """Returns how many groups may be generated at once, at least one per engine."""
