@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -44,6 +45,7 @@ _SEARCH = [*_READ, ExprExtractionConfig()]
 _SEARCH_UNITS = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 _LETTER = re.compile(r"[A-Za-z]")
 _LAST_QUANTITY = re.compile(r"([-+]?(?<![\d.,])[\d.,]*\d[^\d]*(?:\^?\{?[23]\}?)?)[\s.!]*$")
+_GROUPED = re.compile(r"-?\d{1,3}(?:,\d{2,3})+(?:\.\d+)?")
 _NESTED_FACTORIAL = re.compile(r"!\s*\)*\s*!")
 _CPU_TIMEOUT_S = 5.0
 """Max CPU time of one comparison, including regular expressions, parsing and algebra."""
@@ -227,7 +229,8 @@ def _same(expected: str, given: str) -> bool:
     (wanted, value), (chosen, given_value) = spelling.choice(expected), spelling.choice(given)
     if wanted and chosen and (value or given_value or wanted == chosen):
         return wanted == chosen
-    if wanted and not value:
+    is_ratio = spelling.ratio_as_fraction(given) is not None
+    if (wanted and not value) or (is_ratio and spelling.plain_number(expected) is not None):
         return False
     expected, given = value or expected, given_value or given
     bare = spelling.without_condition(expected), spelling.without_condition(given)
@@ -286,6 +289,9 @@ def _same_value(expected: str, given: str) -> bool:
     is_scaled = spelling.has_magnitude(expected) or spelling.has_magnitude(given)
     if None not in plain and not is_scaled:
         return plain[0] == plain[1]
+    items = _plain_items(expected), _plain_items(given)
+    if all(items) and len(items[1]) > len({*items[1]}):
+        return sorted(items[0]) == sorted(items[1])
     if _NESTED_FACTORIAL.search(given):
         return False
     bases = {base for each in (expected, given) if (base := spelling.base(each))}
@@ -304,6 +310,19 @@ def _same_value(expected: str, given: str) -> bool:
         ways.remove(spelling.without_per_cent)  # a share, not a number of per cents
     pairs = [(way(expected), way(given)) for way in ways]
     return any(_verify(_read(one), _read(other)) for one, other in dict.fromkeys(pairs))
+
+
+def _plain_items(text: str) -> list[Fraction]:
+    """Returns the numbers of a list such as ``1, 1, 2``; nothing for other texts and for ``1,000,000``."""
+    if _GROUPED.fullmatch(text.strip()):
+        return []
+    items = [spelling.plain_number(item) for item in text.split(",")]
+    return [] if None in items else [item for item in items if item is not None]
+
+
+def _is_share(value: Any) -> bool:
+    """Returns True for a number between -1 and 1, to which a per cent sign makes a difference."""
+    return isinstance(value, Expr) and value.is_number and bool(abs(value) < 1)
 
 
 def _read(answer: str) -> list[Any]:

@@ -73,6 +73,10 @@ _SAME_WORDS = {
     ),
 }
 _WHOLE_FONT = re.compile(r"^\s*\\text\w*\s*\{([A-Za-z\s-]*)\}\s*$")
+_OUT_OF = re.compile(r"^\s*(\d+)\s+(?:out\s+of|in)\s+(\d+)\s*\.?\s*$")
+_FOREIGN_NOUN = re.compile(
+    r"^\s*(-?\d[\d.,]*)\s+(?=[^\x00-\x7f]|[a-z]+[^\x00-\x7f])[^\W\d_]{2,}\.?\s*$", re.IGNORECASE
+)
 _PLAIN_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
 _REPEATING_IN_BRACKETS = re.compile(r"(\d*\.\d*)\((\d+)\)")
 _OTHER_DIGITS = re.compile(r"(?![0-9])\d")
@@ -258,6 +262,7 @@ def spelled(answer: str) -> str:
     if name in _SAME_WORDS:
         return _SAME_WORDS[name]
     answer = _WHOLE_FONT.sub(r"\1", answer)
+    answer = _OUT_OF.sub(r"\\frac{\1}{\2}", _FOREIGN_NOUN.sub(r"\1", answer))
     answer = _BEFORE_YEAR.sub("", _OPTION.sub("", answer))
     return per_cents(with_digits(_SIGN_WORD.sub("-", answer)))
 
@@ -313,8 +318,7 @@ def is_text(answer: str) -> bool:
     """Returns True if an answer is words, letters, a ratio or a time, which have no value."""
     if _RATIO_OR_TIME.match(as_text(answer)) or _LETTERS.fullmatch(_without_fonts(answer)):
         return True
-    ends = _RANGE.fullmatch(_without_fonts(answer).strip(" $"))
-    if ends and Fraction(ends[1]) < Fraction(ends[2]):
+    if _RANGE.fullmatch(_without_fonts(answer).strip(" $")):
         return True
     is_number = re.match(r"[-.\d]|\\[dt]?frac|\\sqrt", as_text(answer))
     return not is_number and bool(_WORDS.search(_OR.sub(",", as_latex(answer))))

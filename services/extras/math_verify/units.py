@@ -91,7 +91,7 @@ _FONT: Final = re.compile(r"\\(?:text\w*|mathrm|mbox|operatorname)\s*\{([^{}]*)\
 _FRACTION: Final = re.compile(r"\\[dt]?frac\s*\{([A-Za-z\s]+)\}\s*\{([A-Za-z\s]+)\}")
 _QUANTITY: Final = re.compile(
     r"\s*\$?(?P<number>[-+]?[\d(.\\](?:.*?(?:[\d)}]|\\pi))?)\s*\$?(?:\s|~|\\[,;:! ])*"
-    r"(?P<unit>(?<![\^_{])(?:°|\^\s*\{?\s*\\circ\s*\}?|\\degree|[A-Za-zμ])[^\d=<>]*(?:\^?\{?-?[23]\}?[^\d=<>]*)*)",
+    r"(?P<unit>(?<![\^_{])(?:/\s*(?=[A-Za-z])|°|\^\s*\{?\s*\\circ\s*\}?|\\degree|[A-Za-zμ])[^\d=<>]*(?:\^?\{?-?[23]\}?[^\d=<>]*)*)",
     re.DOTALL,
 )
 _FACTOR: Final = re.compile(r"([^\s^/*]+?)\^?\{?(-?[23])?\}?")
@@ -99,6 +99,8 @@ _FACTOR: Final = re.compile(r"([^\s^/*]+?)\^?\{?(-?[23])?\}?")
 
 _MAX_CHARACTERS: Final = 200
 """Max length of a number with a unit."""
+_UNCOUNTED: Final = ("dollar", "dollars", "and")
+_SEVERAL: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z.]+)(?:\s*,\s*|\s+and\s+|\s+|$)")
 _WORD: Final = re.compile(r"[A-Za-z]")
 _COMMAND: Final = re.compile(r"\\[A-Za-z]+")
 
@@ -125,11 +127,30 @@ def split(answer: str) -> tuple[str, Unit | None]:
     while previous != plain:
         previous, plain = plain, _FONT.sub(r" \1", plain)
     plain = _FRACTION.sub(r"\1/\2", plain)
-    quantity = _QUANTITY.fullmatch(plain.strip(" .$"))
+    plain = plain.strip(" .$")
+    if (total := _sum(plain)) is not None:
+        return total
+    quantity = _QUANTITY.fullmatch(plain)
     if not quantity or _WORD.search(_COMMAND.sub("", quantity["number"])):
         return answer, None
     unit = _product(quantity["unit"])
     return (answer, None) if unit is None else (quantity["number"], unit)
+
+
+def _sum(text: str) -> tuple[str, Unit] | None:
+    """Adds quantities such as ``2 hours and 30 minutes``; returns None if a text is anything else."""
+    pieces = [*_SEVERAL.finditer(text)]
+    terms = [(Fraction(piece[1]), _product(piece[2])) for piece in pieces]
+    if len(terms) < 2 or "".join(piece[0] for piece in pieces) != text:
+        return None
+    total, last = Fraction(0), terms[-1][1]
+    if last is None:
+        return None
+    for value, unit in terms:
+        if unit is None or unit.dimension != last.dimension:
+            return None
+        total += value * unit.size / last.size
+    return f"\\frac{{{total.numerator}}}{{{total.denominator}}}", last
 
 
 def are_angles(first: Unit, other: Unit) -> bool:
@@ -147,8 +168,8 @@ def _product(text: str) -> Unit | None:
     dimension: dict[str, int] = {}
     size = Fraction(1)
     for index, side in enumerate(text.split("/")):
-        factors = side.split()
-        if not factors:
+        factors = [word for word in side.split() if word not in _UNCOUNTED]
+        if not factors and index:
             return None
         for factor_text in factors:
             factor = _FACTOR.fullmatch(factor_text.rstrip("."))
@@ -159,7 +180,8 @@ def _product(text: str) -> Unit | None:
             for name, exponent in unit.dimension:
                 dimension[name] = dimension.get(name, 0) + exponent * power
             size *= unit.size**power
-    return Unit(tuple(sorted((n, e) for n, e in dimension.items() if e)), size)
+    quantities = tuple(sorted((name, power) for name, power in dimension.items() if power))
+    return Unit(quantities, size) if quantities else None
 
 
 def _unit(name: str) -> Unit | None:
