@@ -129,7 +129,7 @@ def _is_said(expected: str, lines: list[str]) -> bool:
     last_line = lines[-1] if lines else ""
     if not spelling.is_changed(expected) and (
         spelling.has_changed_number(ending)
-        or spelling.has_changed_number(last_line)
+        or spelling.has_changed_last_number(last_line)
         or spelling.is_bound(ending)
     ):
         return False

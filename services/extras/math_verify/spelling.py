@@ -46,13 +46,15 @@ _CHANGED = re.compile(
 )
 """Words after a number that make it another one, which no unit does."""
 _CHANGED_NUMBER = re.compile(
-    r"\d(?:\s|[}$~()-])*(?:\\text\w*\s*\{\s*)?(?:(?:or|and)\s+(?:more|less|fewer|a\s+(?:half|third|quarter))"
-    r"|(?:and\s+(?:some|change)|or\s+so\s+(?:more|less|fewer)|(?:more|less|fewer|greater)\s+than"
-    r"|twice|thrice|doubles?|triples?|reversed|backwards?|bce?|(?:degrees\s+)?below\s+zero|not|wrong|incorrect"
-    r"|(?:is|are|was)\s+(?:not|wrong|incorrect|never|false))\b"
+    r"\d(?:\s|[}$~-])*(?:\\text\w*\s*\{\s*)?(?:(?:or|and)\s+(?:more|less|fewer|a\s+(?:half|third|quarter))"
     r"|factorial|squared|cubed|(?:doubl|tripl|quadrupl|halv)ed|plus\s|minus\s|less\s+\d|mod\b)"
-    r"|(?:\b|(?<=n))(?:not|['\u2019]t(?:\s+be)?|never|anything\s+but|twice|double|triple|half(?:\s+of)?|(?:square|cube)(?:\s+root)?\s+of)"
-    r"\s+(?:\\?\$|\\\()?\s*-?[\d.]",
+)
+_CHANGED_LAST_NUMBER = re.compile(
+    r"\d(?:\s|[}$~()-])*(?:\\text\w*\s*\{\s*)?(?:and\s+(?:some|change)|or\s+so\s+(?:more|less|fewer)"
+    r"|(?:more|less|fewer|greater)\s+than|twice|thrice|doubles?|triples?|reversed|backwards?|bce?"
+    r"|(?:degrees\s+)?below\s+zero|(?:(?:is|are|was)\s+)?(?:not|wrong|incorrect|never|false))\b[^\d]*$"
+    r"|(?:\b(?:not|never|anything\s+but|twice|double|triple|half(?:\s+of)?|(?:square|cube)(?:\s+root)?\s+of)"
+    r"|n['\u2019]t(?:\s+be)?)\s+(?:\\?\$|\\\()?\s*-?[\d.,]+[^\d]*$",
     re.IGNORECASE,
 )
 _BOUND = re.compile(
@@ -285,6 +287,11 @@ def is_changed(answer: str) -> bool:
 def has_changed_number(answer: str) -> bool:
     """Returns True if such words directly follow a number, which may be part of a sentence."""
     return bool(_CHANGED_NUMBER.search(answer))
+
+
+def has_changed_last_number(line: str) -> bool:
+    """Returns True if words beside the last number of a line deny or change it."""
+    return bool(_CHANGED_LAST_NUMBER.search(line))
 
 
 def as_text(answer: str) -> str:

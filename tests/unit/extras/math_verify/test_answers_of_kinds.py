@@ -43,3 +43,31 @@ def test_quantities_are_converted_to_the_unit_of_the_answer() -> None:
     assert math_answer("", "So she needs 90 minutes", "1.5 hours", {}) == 1.0
     assert math_answer("", "So she needs 90 seconds", "1.5 hours", {}) == 0.0
     assert math_answer("", "The angle is \\frac{\\pi}{4} radians.", "45 degrees", {}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        *(
+            "Half of 144 is 72.",
+            "Twice 36 equals 72.",
+            "36 doubled is 72.",
+            "She doubled 36 to get 72.",
+        ),
+        *(
+            "The square root of 5184 is 72",
+            "He did not stop at 70; he got 72",
+            "In total, 72 of them.",
+        ),
+    ],
+)
+def test_words_that_change_another_number_cost_no_credit(response: str) -> None:
+    assert math_answer("", response, "#### 72", {}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["72 is wrong", "It isn't 72", "It can't be 72.", "So it is half of 72", "72 is not it"],
+)
+def test_a_denied_answer_gets_no_credit(response: str) -> None:
+    assert math_answer("", response, "#### 72", {}) == 0.0
