@@ -1275,7 +1275,7 @@ def _formulas(spec: RunSpec) -> Iterator[str]:
     if algorithm.advantage == "gdpo" and any(subtracted.values()):
         yield (
             f"{next(key for key, is_set in subtracted.items() if is_set)} changes the reward, but "
-            "algorithm.advantage 'gdpo' is computed from its terms; remove it, or return it as a term"
+            "algorithm.advantage 'gdpo' uses the rewards' terms; remove it, or return its value as a term"
         )
     if spec.critic != CriticSpec() and not algorithm.advantage_kind.needs_critic:
         yield (
