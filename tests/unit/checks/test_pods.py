@@ -159,10 +159,13 @@ def assert_ranks_meet(pods: list[Pod], spec: RunSpec) -> None:
         return
     first = pods[0]["spec"]
     for number, pod in enumerate(pods):
-        asked = options(pod)
-        assert (asked["nnodes"], asked["node-rank"]) == (str(len(pods)), str(number))
-        assert asked["master-addr"] == f"{first['hostname']}.{first['subdomain']}"
-        assert asked["master-port"] == options(pods[0])["master-port"]
+        torchrun_options = options(pod)
+        assert (torchrun_options["nnodes"], torchrun_options["node-rank"]) == (
+            str(len(pods)),
+            str(number),
+        )
+        assert torchrun_options["master-addr"] == f"{first['hostname']}.{first['subdomain']}"
+        assert torchrun_options["master-port"] == options(pods[0])["master-port"]
         assert pod["spec"]["hostname"] == pod["metadata"]["name"]
 
 

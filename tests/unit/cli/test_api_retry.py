@@ -76,10 +76,10 @@ def test_a_server_that_answers_wrongly_is_named_without_a_traceback(answer, monk
     use_transport(monkeypatch, httpx.MockTransport(lambda _: response))
     for command in COMMANDS:
         arguments = [*command, "--url", "http://wrong", "--state-directory", str(tmp_path)]
-        done = CliRunner().invoke(app, arguments)
-        assert isinstance(done.exception, SystemExit), (command, done.exception)
-        assert done.exit_code == 1, (command, done.output)
-        assert "Traceback" not in done.output
+        result = CliRunner().invoke(app, arguments)
+        assert isinstance(result.exception, SystemExit), (command, result.exception)
+        assert result.exit_code == 1, (command, result.output)
+        assert "Traceback" not in result.output
 
 
 class Endless(httpx.AsyncByteStream):
@@ -102,8 +102,8 @@ def test_an_endless_answer_is_not_read_to_its_end(monkeypatch, tmp_path):
             monkeypatch, httpx.MockTransport(lambda _, body=body: httpx.Response(200, stream=body))
         )
         arguments = [*command, "--url", "http://wrong", "--state-directory", str(tmp_path)]
-        done = CliRunner().invoke(app, arguments)
-        assert (done.exit_code, body.num_bytes < 4 << 20) == (1, True), (command, done.output)
+        result = CliRunner().invoke(app, arguments)
+        assert (result.exit_code, body.num_bytes < 4 << 20) == (1, True), (command, result.output)
 
 
 def use_transport(monkeypatch, transport):

@@ -33,8 +33,8 @@ def test_a_specification_to_begin_with_is_valid_as_it_is(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "solution": "2", "level": 1}\n')
     file = tmp_path / "my_task.yaml"
     arguments = ["tiny:qwen2-0.4m", str(tmp_path / "rows.jsonl"), "--file", str(file)]
-    made = CliRunner().invoke(app, ["init", *arguments])
-    assert made.exit_code == 0, made.output
+    result = CliRunner().invoke(app, ["init", *arguments])
+    assert result.exit_code == 0, result.output
     document = yaml.safe_load(file.read_text())
     assert document["name"] == "my-task"
     assert document["data"]["train"] == {"source": "jsonl", "path": "rows.jsonl"}
@@ -89,8 +89,8 @@ def test_a_first_specification_suits_the_answers_and_the_machine(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     rows, file = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
     rows.write_text(3 * (json.dumps({"question": "Half of 4?", "answer": answer}) + "\n"))
-    made = CliRunner().invoke(app, ["init", "org/model", str(rows), "--file", str(file)])
-    assert made.exit_code == 0, made.output
+    result = CliRunner().invoke(app, ["init", "org/model", str(rows), "--file", str(file)])
+    assert result.exit_code == 0, result.output
     document = yaml.safe_load(file.read_text())
     assert document["rollout"]["rewards"] == [{"name": reward}]
     assert word in document["data"].get("prompt_template", "")
@@ -108,8 +108,8 @@ def test_a_first_specification_fits_the_gpu_of_this_machine(tmp_path, monkeypatc
     rows, file = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
     rows.write_text(3 * '{"question": "1+1", "answer": "2"}\n')
     arguments = [str(tmp_path / "model"), str(rows), "--file", str(file)]
-    made = CliRunner().invoke(app, ["init", *arguments])
-    assert made.exit_code == 0, made.output
+    result = CliRunner().invoke(app, ["init", *arguments])
+    assert result.exit_code == 0, result.output
     document = yaml.safe_load(file.read_text())
     spec = RunSpec.model_validate(document)
     assert not run_memory(spec, config, gpu_bytes=79 * 10**9, gpus=1).why_not
@@ -156,8 +156,8 @@ def test_a_name_in_data_or_a_path_is_a_value_and_nothing_else(tmp_path, text):
 
 def test_a_model_or_a_hub_id_is_a_value_and_nothing_else(tmp_path):
     file = tmp_path / f"run{_INJECTION.replace('/', '-')}.yaml"
-    made = CliRunner().invoke(app, ["init", _INJECTION, f"ds{_INJECTION}", "--file", str(file)])
-    assert made.exit_code == 0, made.output
+    result = CliRunner().invoke(app, ["init", _INJECTION, f"ds{_INJECTION}", "--file", str(file)])
+    assert result.exit_code == 0, result.output
     document = yaml.safe_load(file.read_text())
     assert document["model"] == {"path": _INJECTION}
     assert document["data"]["train"]["path"] == f"ds{_INJECTION}"
@@ -169,8 +169,8 @@ def _document_made(folder, column, name, *others):
     rows, file = folder / f"{name}.jsonl", folder / f"{name}.yaml"
     rows.write_text(json.dumps({column: "1+1", **dict.fromkeys(others, "2"), "answer": "2"}))
     arguments = ["tiny:qwen2-0.4m", str(rows), "--file", str(file), "--force"]
-    made = CliRunner().invoke(app, ["init", *arguments])
-    assert made.exit_code == 0, made.output
+    result = CliRunner().invoke(app, ["init", *arguments])
+    assert result.exit_code == 0, result.output
     return yaml.safe_load(file.read_text())
 
 
@@ -188,9 +188,9 @@ def test_a_closed_pipe_ends_the_command_quietly():
 
 @pytest.mark.parametrize("names", [("a\udcffb", "rows.jsonl"), ("org/model", "a\udcffb.jsonl")])
 def test_init_refuses_names_that_are_no_text(tmp_path, names):
-    made = CliRunner().invoke(app, ["init", *names, "--file", str(tmp_path / "run.yaml")])
-    assert made.exit_code == 2
-    assert "Unicode" in made.output
+    result = CliRunner().invoke(app, ["init", *names, "--file", str(tmp_path / "run.yaml")])
+    assert result.exit_code == 2
+    assert "Unicode" in result.output
 
 
 @pytest.mark.parametrize(
@@ -206,6 +206,6 @@ def test_init_refuses_names_that_are_no_text(tmp_path, names):
 def test_init_applies_no_template_to_prompts_that_one_has_rendered(tmp_path, prompt, is_rendered):
     rows, file = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
     rows.write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
-    made = CliRunner().invoke(app, ["init", "org/model", str(rows), "--file", str(file)])
-    assert made.exit_code == 0, made.output
+    result = CliRunner().invoke(app, ["init", "org/model", str(rows), "--file", str(file)])
+    assert result.exit_code == 0, result.output
     assert yaml.safe_load(file.read_text())["data"]["chat_template"] is not is_rendered

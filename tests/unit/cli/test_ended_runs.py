@@ -49,20 +49,20 @@ def ended(tmp_path, monkeypatch):
 
 
 def said(*arguments):
-    done = CliRunner().invoke(app, list(arguments))
-    assert done.exit_code == 0, (done.output, done.exception)
-    return done.output
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
 
 
 @pytest.mark.parametrize("name", ["first", "second", ""])
 def test_commands_take_the_name_of_a_run_after_its_controller_has_ended(ended, name):
-    given, number = ([name] if name else []), int(name != "first")
-    (sample,) = said("samples", *given, "--json").splitlines()
+    arguments, number = ([name] if name else []), int(name != "first")
+    (sample,) = said("samples", *arguments, "--json").splitlines()
     assert json.loads(sample)["prompt"] == f"prompt {number}"
-    assert json.loads(said("get", *given))["id"] == IDS[number]
-    assert f"ckpt_{number}" in said("checkpoints", *given)
+    assert json.loads(said("get", *arguments))["id"] == IDS[number]
+    assert f"ckpt_{number}" in said("checkpoints", *arguments)
     for command in ("events", "groups", "workers", "logs", "metrics"):
-        said(command, *given)
+        said(command, *arguments)
 
 
 def test_checkpoints_are_found_in_a_state_directory_that_was_moved(ended, tmp_path):

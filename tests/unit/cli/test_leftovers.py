@@ -46,22 +46,22 @@ def begin(port: int) -> tuple[subprocess.Popen, Path]:
 
 
 def test_leftovers_of_killed_commands_are_removed_and_those_of_running_ones_stay():
-    (killed, left), (living, kept) = begin(1), begin(2)
+    (killed, left), (living, living_folder) = begin(1), begin(2)
     try:
         killed.kill()
         killed.wait()
         assert left.is_dir()
         assert find_token("http://127.0.0.1:1") == "secret"
-        with process_folder() as own, known_token("http://127.0.0.1:3", "own"):
+        with process_folder() as process_directory, known_token("http://127.0.0.1:3", "own"):
             assert not left.exists()
             assert find_token("http://127.0.0.1:1") == ""
-            assert kept.is_dir()
-            assert own.is_dir()
+            assert living_folder.is_dir()
+            assert process_directory.is_dir()
             assert find_token("http://127.0.0.1:2") == "secret"
             assert find_token("http://127.0.0.1:3") == "own"
     finally:
         living.communicate()
-    assert not kept.exists()
+    assert not living_folder.exists()
     assert find_token("http://127.0.0.1:2") == ""
 
 

@@ -23,8 +23,8 @@ class Controller:
 
     async def call(self, operation):
         runs = [Run(IDS[2], "sort"), Run(IDS[1], "sort"), Run(IDS[0], "count")]
-        found = [run for run in runs if operation.name in ("", run.name)]
-        return Page(found[: operation.page_size])
+        matching = [run for run in runs if operation.name in ("", run.name)]
+        return Page(matching[: operation.page_size])
 
 
 @pytest.mark.parametrize(

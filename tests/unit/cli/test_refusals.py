@@ -53,9 +53,9 @@ async def test_a_rejection_lists_each_problem(pointer, message, said):
     ],
 )
 def test_invalid_arguments_are_rejected_before_a_request(arguments, value):
-    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
-    assert done.exit_code == 2
-    assert value in done.output
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == 2
+    assert value in result.output
 
 
 def test_an_upload_that_fails_names_the_folder_that_is_written(monkeypatch, tmp_path):
@@ -69,17 +69,17 @@ def test_an_upload_that_fails_names_the_folder_that_is_written(monkeypatch, tmp_
 
 def test_track_reports_that_it_waits_for_a_controller(monkeypatch):
     monkeypatch.setattr("services.extras.trackers.command._RETRY_S", 0.0)
-    done = CliRunner().invoke(app, ["track", f"run_{'0' * 32}", "--url", "http://127.0.0.1:1"])
-    assert done.exit_code == 1
-    assert done.output.count("http://127.0.0.1:1") == 2  # before the wait, and after it
+    result = CliRunner().invoke(app, ["track", f"run_{'0' * 32}", "--url", "http://127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert result.output.count("http://127.0.0.1:1") == 2  # before the wait, and after it
 
 
 @pytest.mark.parametrize("command", ["get", "logs", "samples"])
 def test_a_controller_that_does_not_answer_is_named(command):
     arguments = [command, f"run_{'0' * 32}", "--url", "http://127.0.0.1:1"]
-    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
-    assert done.exit_code == 1
-    assert "http://127.0.0.1:1" in done.output
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == 1
+    assert "http://127.0.0.1:1" in result.output
 
 
 async def test_events_of_all_pages_are_read():

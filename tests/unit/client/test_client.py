@@ -45,8 +45,8 @@ def home(tmp_path, monkeypatch):
 def keep_token(home, address, **owner):
     folder = home / ".slipstream" / "tokens"
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {"token": f"of {address}", "host": socket.gethostname(), "pid": os.getpid(), **owner}
-    (folder / address).write_text(json.dumps(kept))
+    entry = {"token": f"of {address}", "host": socket.gethostname(), "pid": os.getpid(), **owner}
+    (folder / address).write_text(json.dumps(entry))
 
 
 def client_of(answer, **options) -> Client:
@@ -259,8 +259,8 @@ def test_the_error_in_a_forked_process_asks_for_a_new_client():
             client.list_runs()
         except RuntimeError as error:
             answers.put(str(error))
-        with client_of(answer_list) as own:
-            answers.put(len(own.list_runs().items))
+        with client_of(answer_list) as forked_client:
+            answers.put(len(forked_client.list_runs().items))
 
     context = multiprocessing.get_context("fork")
     with client_of(answer_list) as client:

@@ -54,14 +54,14 @@ async def proxied(seen: dict[str, int], **limits):
 
 
 async def test_no_more_is_read_until_the_peer_is_admitted():
-    seen: dict[str, int] = {}
+    bytes_by_peer: dict[str, int] = {}
     sent = bytes(range(250)) * 4000
-    async with asyncio.timeout(20), proxied(seen) as (proxy, port):
+    async with asyncio.timeout(20), proxied(bytes_by_peer) as (proxy, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent)
         received = await reader.readexactly(LIMIT)
-        assert [*seen.values()] == [LIMIT]
-        proxy.admit(next(iter(seen)))
+        assert [*bytes_by_peer.values()] == [LIMIT]
+        proxy.admit(next(iter(bytes_by_peer)))
         received += await reader.readexactly(len(sent) - LIMIT)
         assert received == sent
         writer.write(sent)
@@ -78,15 +78,15 @@ async def test_who_does_not_authenticate_in_time_is_ended():
 
 
 async def test_the_oldest_of_too_many_is_ended_and_an_admitted_one_stays():
-    seen: dict[str, int] = {}
-    async with asyncio.timeout(20), proxied(seen, max_connections=3) as (proxy, port):
+    bytes_by_peer: dict[str, int] = {}
+    async with asyncio.timeout(20), proxied(bytes_by_peer, max_connections=3) as (proxy, port):
         opened = []
         for _ in range(8):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"a")
             await reader.readexactly(1)
             if not opened:
-                proxy.admit(next(iter(seen)))
+                proxy.admit(next(iter(bytes_by_peer)))
             opened.append((reader, writer))
         for reader, _ in opened[1:5]:
             with suppress(ConnectionError):
@@ -98,23 +98,23 @@ async def test_the_oldest_of_too_many_is_ended_and_an_admitted_one_stays():
 
 
 async def test_a_peer_that_was_refused_too_often_is_ended():
-    seen: dict[str, int] = {}
-    async with asyncio.timeout(20), proxied(seen) as (proxy, port):
+    bytes_by_peer: dict[str, int] = {}
+    async with asyncio.timeout(20), proxied(bytes_by_peer) as (proxy, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"a")
         await reader.readexactly(1)
         for _ in range(MAX_REFUSALS):
-            proxy.refuse(next(iter(seen)))
+            proxy.refuse(next(iter(bytes_by_peer)))
         writer.write(bytes(1000))
         with suppress(ConnectionError):
             assert not await reader.read()
-        assert [*seen.values()] == [1]
+        assert [*bytes_by_peer.values()] == [1]
         writer.close()
 
 
 async def test_the_servers_own_words_admit():
-    seen: dict[str, int] = {}
-    async with asyncio.timeout(20), proxied(seen, admitting=b"READY") as (_, port):
+    bytes_by_peer: dict[str, int] = {}
+    async with asyncio.timeout(20), proxied(bytes_by_peer, admitting=b"READY") as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"..READY" + bytes(3 * LIMIT))
         assert len(await reader.readexactly(3 * LIMIT)) == 3 * LIMIT
@@ -197,7 +197,7 @@ async def test_a_zmq_client_without_a_key_is_ended(monkeypatch):
     monkeypatch.setattr(
         dataplane,
         "AdmissionProxy",
-        lambda limit, **given: AdmissionProxy(limit, deadline_s=1.0, **given),
+        lambda limit, **options: AdmissionProxy(limit, deadline_s=1.0, **options),
     )
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         _, secret = zmq.curve_keypair()

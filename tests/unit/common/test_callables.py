@@ -24,8 +24,8 @@ def test_a_thread_waits_for_the_file_that_another_one_imports(tmp_path: Path) ->
     file = tmp_path / "slow.py"
     file.write_text("import time\ntime.sleep(0.05)\ndef function():\n    return 1\n")
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(load_callable, [f"{file}:function"] * 4))
-    assert [function() for function in found] == [1] * 4
+        functions = list(threads.map(load_callable, [f"{file}:function"] * 4))
+    assert [function() for function in functions] == [1] * 4
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_only_keys_that_an_example_sets_differ_from_their_defaults(path: Path) -
     values, defaults = dict(flat(json.loads(canonical_json(spec)))), defaults_of(spec)
     changed = {key for key in values if key not in defaults or defaults[key] != values[key]}
     keys = {key for key, _ in flat(document)}
-    assert not {key for key in changed if not any(key.startswith(one) for one in keys)}
+    assert not {key for key in changed if not any(key.startswith(prefix) for prefix in keys)}
 
 
 def test_a_default_that_depends_on_the_loss_is_that_of_the_loss() -> None:

@@ -29,9 +29,9 @@ async def test_the_controllers_database_and_its_journals_are_private(tmp_path, i
         file.touch(0o644)
     with closing(Database(f"sqlite:///{file}")) as database:
         await Leadership(database, holder="one", ttl_s=60).acquire()
-        found = modes(tmp_path)
-    assert "slipstream.db" in found
-    assert set(found.values()) == {0o600}
+        file_modes = modes(tmp_path)
+    assert "slipstream.db" in file_modes
+    assert set(file_modes.values()) == {0o600}
 
 
 def test_the_samples_of_a_run_are_private(tmp_path):

@@ -545,8 +545,8 @@ def test_an_override_wins_over_the_file_under_any_name_of_its_key(
     path = tmp_path / "spec.yaml"
     path.write_text(yaml.safe_dump(changed(**in_file)))
     spec = load_spec(path, overrides)
-    found = {key: attrgetter(key)(spec) for key in values}
-    assert found == values
+    actual = {key: attrgetter(key)(spec) for key in values}
+    assert actual == values
 
 
 def test_overrides_are_applied_in_order_and_typed(tmp_path):
@@ -653,8 +653,8 @@ def test_folders_of_tokenizers_and_data_sets_are_relative_to_the_file_and_ids_ar
     document = changed(model={"path": "own", "tokenizer": "own"}, data={"train": train})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
     spec = load_spec(tmp_path / "run.yaml")
-    found = {spec.model.path, spec.model.tokenizer, spec.data.train.path}
-    assert found == {str(tmp_path / "own") if is_folder else "own"}
+    paths = {spec.model.path, spec.model.tokenizer, spec.data.train.path}
+    assert paths == {str(tmp_path / "own") if is_folder else "own"}
 
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -667,8 +667,8 @@ def test_every_example_is_valid(example):
 
 def test_the_object_of_kubernetes_is_the_example_sort4_with_its_code_in_a_module():
     body = yaml.safe_load((EXAMPLES / "rlrun.yaml").read_text())
-    own = {"suspend", "priority", "labels"}
-    spec = {key: value for key, value in body["spec"].items() if key not in own}
+    run_fields = {"suspend", "priority", "labels"}
+    spec = {key: value for key, value in body["spec"].items() if key not in run_fields}
     text = (EXAMPLES / "sort4.yaml").read_text().replace("sort4.py:", "sort4:")
     assert parse_spec({"name": body["metadata"]["name"], **spec}) == parse_spec(
         yaml.safe_load(text)
@@ -738,8 +738,8 @@ def test_values_of_yaml_are_what_they_look_like(tmp_path: Path, text: str, value
     file = tmp_path / "spec.yaml"
     file.write_text(f"rollout: {{rewards: [{{name: exact_match, arguments: {{value: {text}}}}}]}}")
     for document in (loader._load_yaml(file.read_text()), read_spec(file)):
-        found = document["rollout"]["rewards"][0]["arguments"]["value"]
-        assert (found, type(found)) == (value, type(value))
+        actual = document["rollout"]["rewards"][0]["arguments"]["value"]
+        assert (actual, type(actual)) == (value, type(value))
 
 
 def test_yes_and_no_are_booleans_where_a_key_is_one() -> None:

@@ -99,13 +99,13 @@ def plain_advantages(batch: Batch, name: str, *, kl: float, gamma: float, decay:
                 for t, s in enumerate(row)
             ]
         )
-    taken = [
+    penalties = [
         sum(kl * k3(batch.proximal[i][t], batch.reference[i][t]) for t, s in enumerate(row) if s)
         if kl
         else 0.0
         for i, row in enumerate(batch.sampled)
     ]
-    scores = [reward - penalty for reward, penalty in zip(batch.rewards, taken, strict=True)]
+    scores = [reward - penalty for reward, penalty in zip(batch.rewards, penalties, strict=True)]
     if name in ("gae", "reinforce_pp"):
         rows: Rows = []
         for i, row in enumerate(batch.sampled):
@@ -124,8 +124,8 @@ def plain_advantages(batch: Batch, name: str, *, kl: float, gamma: float, decay:
     result = []
     for i, group in enumerate(batch.groups):
         members = [j for j, g in enumerate(batch.groups) if g == group]
-        own = [scores[j] for j in members]
-        result.append(plain_group_advantage(batch, name, scores[i], members, own, i))
+        group_scores = [scores[j] for j in members]
+        result.append(plain_group_advantage(batch, name, scores[i], members, group_scores, i))
     rows = [[a if s else 0.0 for s in row] for a, row in zip(result, batch.sampled, strict=True)]
     return whitened(rows, batch.trained) if name == "reinforce_pp_baseline" else rows
 
@@ -154,11 +154,13 @@ def plain_group_advantage(
 
 
 def whitened(rows: Rows, mask: Rows) -> Rows:
-    kept = [x for row, m in zip(rows, mask, strict=True) for x, k in zip(row, m, strict=True) if k]
-    if not kept:
+    values_kept = [
+        x for row, m in zip(rows, mask, strict=True) for x, k in zip(row, m, strict=True) if k
+    ]
+    if not values_kept:
         return [[0.0] * len(row) for row in rows]
-    centre = math.fsum(kept) / len(kept)
-    spread = math.fsum((x - centre) ** 2 for x in kept) / max(1, len(kept) - 1)
+    centre = math.fsum(values_kept) / len(values_kept)
+    spread = math.fsum((x - centre) ** 2 for x in values_kept) / max(1, len(values_kept) - 1)
     return [
         [(x - centre) / math.sqrt(spread + 1e-8) if k else 0.0 for x, k in zip(row, m, strict=True)]
         for row, m in zip(rows, mask, strict=True)
@@ -178,28 +180,35 @@ def plain_objective(
     num_tokens = max(1, sum(map(sum, batch.trained)))
     num_sequences = max(1, sum(map(any, batch.trained)))
     for i, row in enumerate(batch.trained):
-        kept = [t for t, k in enumerate(row) if k]
-        old = {t: (batch.rollout if correction == "bypass" else batch.proximal)[i][t] for t in kept}
+        trained_tokens = [t for t, k in enumerate(row) if k]
+        old = {
+            t: (batch.rollout if correction == "bypass" else batch.proximal)[i][t]
+            for t in trained_tokens
+        }
         losses = []
-        for t in kept:
+        for t in trained_tokens:
             lp, a = logprobs[i][t], rows[i][t]
-            weight = plain_weight(batch, spec, correction, i, t, kept, logprobs[i])
+            weight = plain_weight(batch, spec, correction, i, t, trained_tokens, logprobs[i])
             if spec.loss == "gspo":
-                log_s = sum(logprobs[i][k].detach() - old[k] for k in kept) / len(kept)
+                log_s = sum(logprobs[i][k].detach() - old[k] for k in trained_tokens) / len(
+                    trained_tokens
+                )
                 ratio = torch.exp(torch.clamp(log_s + lp - lp.detach(), max=10.0))
             elif spec.loss == "gmpo":
-                ratio = plain_geometric_mean(spec, logprobs[i], old, rows[i], kept)
+                ratio = plain_geometric_mean(spec, logprobs[i], old, rows[i], trained_tokens)
             else:
                 base = batch.rollout[i][t] if spec.loss == "aipo" else old[t]
                 ratio = torch.exp(torch.clamp(lp - base, -20.0, 20.0))
             loss = plain_token_loss(spec, ratio, lp, a, old[t])
             if spec.loss == "vespo":
-                loss = -plain_kernel(spec, logprobs[i], batch.rollout[i], a, kept) * a * lp
+                loss = (
+                    -plain_kernel(spec, logprobs[i], batch.rollout[i], a, trained_tokens) * a * lp
+                )
             if correction == "decoupled" and spec.loss not in ("aipo", "vespo"):
                 loss = loss * weight
             if correction == "bypass" and spec.loss == "reinforce":
                 loss = loss * weight
-            if not plain_accepts(batch, spec, i, t, kept, a):
+            if not plain_accepts(batch, spec, i, t, trained_tokens, a):
                 loss = loss * 0.0
             distance = 0.5 * (lp - batch.reference[i][t]) ** 2
             penalty = k3(lp.item(), batch.reference[i][t]) + distance - distance.detach()
@@ -211,7 +220,7 @@ def plain_objective(
             "token-sum": 1,
             "seq-mean-token-sum": num_sequences,
             "seq-mean-token-sum-norm": num_sequences * HORIZON,
-            "seq-mean-token-mean": num_sequences * max(1, len(kept)),
+            "seq-mean-token-mean": num_sequences * max(1, len(trained_tokens)),
         }[spec.aggregation]
         total = total + share / divisor
     return total
@@ -302,16 +311,16 @@ def plain_accepts(
         for k in kept:
             x = max(-20.0, min(20.0, batch.proximal[i][k] - batch.rollout[i][k]))
             terms[k] = {"k1": x, "k2": 0.5 * x * x, "k3": math.exp(x) - 1.0 - x}[rule.statistic]
-        found = {
+        ratio = {
             "token": terms[t],
             "seq_sum": sum(terms.values()),
             "seq_mean": sum(terms.values()) / len(kept),
             "seq_max": max(terms.values()),
         }[rule.level]
         if rule.statistic == "k1":
-            found = math.exp(max(-20.0, min(20.0, found)))
-        is_low = rule.lower is not None and found < rule.lower
-        is_high = rule.upper is not None and found > rule.upper
+            ratio = math.exp(max(-20.0, min(20.0, ratio)))
+        is_low = rule.lower is not None and ratio < rule.lower
+        is_high = rule.upper is not None and ratio > rule.upper
         if (is_low or is_high) and not (rule.negative_only and a >= 0):
             return False
     return True

@@ -45,12 +45,14 @@ def packs() -> list[PackedTokens]:
 def policy(family: str, options: dict[str, Any]) -> Policy:
     config = tiny_config(family, num_hidden_layers=3, sliding_window=6)
     spec = TrainerSpec(steps=1, prompts_per_step=1, **options)
-    made = Policy(build_model(config, dtype=torch.float32, device=CPU, seed=1), temperature=1.0)
+    model_policy = Policy(
+        build_model(config, dtype=torch.float32, device=CPU, seed=1), temperature=1.0
+    )
     if spec.lora is not None:
-        add_adapters(made.model, spec.lora)
-        begin_adapters(made, seed=0)
-    distribute(made, spec, RankTopology(device=CPU, data=Ranks()))
-    return made
+        add_adapters(model_policy.model, spec.lora)
+        begin_adapters(model_policy, seed=0)
+    distribute(model_policy, spec, RankTopology(device=CPU, data=Ranks()))
+    return model_policy
 
 
 def trained(module: Policy) -> tuple[list[Tensor], dict[str, Tensor], int]:
@@ -72,7 +74,7 @@ def trained(module: Policy) -> tuple[list[Tensor], dict[str, Tensor], int]:
         (logprobs * torch.linspace(-1.0, 1.0, len(logprobs)) + entropy).sum().backward()
         scores += [logprobs.detach(), entropy.detach()]
     named = module.named_parameters()
-    return scores, {name: each.grad for name, each in named if each.grad is not None}, most
+    return scores, {name: leaf.grad for name, leaf in named if leaf.grad is not None}, most
 
 
 @pytest.mark.parametrize(
@@ -84,12 +86,12 @@ def test_scores_and_gradients_are_those_of_layers_that_keep_all(
 ) -> None:
     expected, gradients, most = trained(policy(family, {"lora": lora}))
     for options in OPTIONS:
-        actual, found, kept = trained(policy(family, {"lora": lora, **options}))
+        actual, actual_gradients, peak_bytes = trained(policy(family, {"lora": lora, **options}))
         assert all(map(torch.equal, actual, expected)), options
-        assert found.keys() == gradients.keys()
+        assert actual_gradients.keys() == gradients.keys()
         for name, gradient in gradients.items():
-            assert torch.equal(found[name], gradient), (options, name)
-        assert kept < 0.75 * most, options
+            assert torch.equal(actual_gradients[name], gradient), (options, name)
+        assert peak_bytes < 0.75 * most, options
 
 
 def test_a_pass_without_gradients_leaves_nothing_behind() -> None:
@@ -152,8 +154,10 @@ def test_compiled_layers_give_the_same_gradients(options: dict[str, Any]) -> Non
     stack = layers(compile=True, **options)
     for num_tokens in (5, 9):
         expected = gradients(layers(), num_tokens=num_tokens)
-        for actual, wanted in zip(gradients(stack, num_tokens=num_tokens), expected, strict=True):
-            assert (actual - wanted).norm() <= 1e-6 * wanted.norm()
+        for actual, expected_gradient in zip(
+            gradients(stack, num_tokens=num_tokens), expected, strict=True
+        ):
+            assert (actual - expected_gradient).norm() <= 1e-6 * expected_gradient.norm()
 
 
 @pytest.mark.parametrize("value", ["some", -1, 1.5])

@@ -42,20 +42,20 @@ def trained(algorithm: dict[str, Any]) -> tuple[dict[str, float], dict[str, torc
 
 def test_a_loss_of_the_users_own_trains_bit_for_bit_like_the_one_it_copies(tmp_path: Path) -> None:
     file = example("adding.md", "clipped.py", tmp_path)
-    own = {"loss": f"{file}:clipped", "loss_arguments": {"low": 0.2, "high": 0.28}}
-    (metrics, weights), (expected, expected_weights) = trained(own), trained(PPO)
+    own_loss = {"loss": f"{file}:clipped", "loss_arguments": {"low": 0.2, "high": 0.28}}
+    (metrics, weights), (expected, expected_weights) = trained(own_loss), trained(PPO)
     for name in ("loss", "grad_norm", "clip_fraction", "is_weight_mean"):
         assert metrics[name] == expected[name], name
     assert 0 < metrics["clip_fraction"] < 1
     assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
-    narrow, _ = trained({**own, "loss_arguments": {"low": 0.01, "high": 0.01}})
+    narrow, _ = trained({**own_loss, "loss_arguments": {"low": 0.01, "high": 0.01}})
     assert narrow["clip_fraction"] > metrics["clip_fraction"]
 
 
 def test_an_advantage_of_the_users_own_is_the_one_it_copies(tmp_path: Path) -> None:
     file = example("adding.md", "centred.py", tmp_path)
-    own = {"advantage": f"{file}:centred", "advantage_arguments": {"scale": 2.0}}
-    (metrics, _), (expected, _) = trained(own), trained({"advantage": "dr_grpo"})
+    own_advantage = {"advantage": f"{file}:centred", "advantage_arguments": {"scale": 2.0}}
+    (metrics, _), (expected, _) = trained(own_advantage), trained({"advantage": "dr_grpo"})
     assert expected["advantage_abs_mean"] > 0.1
     assert metrics["advantage_abs_mean"] == pytest.approx(2 * expected["advantage_abs_mean"])
 
@@ -249,9 +249,9 @@ def test_a_sum_on_some_ranks_only_fails_on_all_ranks(
     file = tmp_path / "parted.py"
     file.write_text(PARTED)
     spec = spec_of(algorithm={"advantage": f"{file}:{name}"})
-    for said, words in zip(tried_on_two_ranks(spec), reported, strict=True):
-        assert words in said
-        assert words == "nothing" or f"algorithm.advantage '{file}:{name}'" in said
+    for message, words in zip(tried_on_two_ranks(spec), reported, strict=True):
+        assert words in message
+        assert words == "nothing" or f"algorithm.advantage '{file}:{name}'" in message
 
 
 @pytest.mark.parametrize("key", ["loss", "advantage"])
@@ -272,11 +272,11 @@ def sgd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("sgd.py", "sgd_kind.py"):
         example("adding.md", name, tmp_path)
     install_from(example("adding.md", "sgd.toml", tmp_path), monkeypatch)
-    made = resolve_name("sgd:SgdEngine")
+    engine_class = resolve_name("sgd:SgdEngine")
     monkeypatch.setitem(
-        test_engines.BUILD, "sgd", lambda model, role, spec: made(model, spec, role=role)
+        test_engines.BUILD, "sgd", lambda model, role, spec: engine_class(model, spec, role=role)
     )
-    return made
+    return engine_class
 
 
 @pytest.mark.parametrize(

@@ -142,10 +142,10 @@ def test_parts_of_a_batch_are_whitened_as_the_whole(offset: float) -> None:
     assert whole[mask].var().item() == pytest.approx(1.0, rel=1e-5)
 
     def sum_over_ranks(part: Tensor) -> Tensor:
-        kept = values[mask]
+        selected = values[mask]
         if part.ndim:
-            return torch.stack([mask.sum().double(), kept.sum()])
-        return (kept - kept.mean()).square().sum()
+            return torch.stack([mask.sum().double(), selected.sum()])
+        return (selected - selected.mean()).square().sum()
 
     part = advantages.whiten(values[:7], mask[:7], sum_over_ranks=sum_over_ranks)
     torch.testing.assert_close(part, whole[:7])
@@ -164,10 +164,10 @@ def test_gdpo_normalizes_each_term_and_then_the_batch() -> None:
             for row in members:
                 sums[row] += weight * (terms[name][row] - mean) / (deviation + 1e-6)
     mean, deviation = statistics.mean(sums), statistics.stdev(sums)
-    expected = [(each - mean) / (deviation + 1e-6) for each in sums]
+    expected = [(total - mean) / (deviation + 1e-6) for total in sums]
     tensors = {name: torch.tensor(row, dtype=torch.float64) for name, row in terms.items()}
-    found = advantages.gdpo(tensors, torch.tensor(groups), weights=weights)
-    assert found.tolist() == pytest.approx(expected, abs=1e-9)
+    actual = advantages.gdpo(tensors, torch.tensor(groups), weights=weights)
+    assert actual.tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_overlong_penalty_matches() -> None:
@@ -202,17 +202,17 @@ def test_length_adaptive_gae_decays_by_length_and_leaves_the_targets_alone() -> 
         values=values,
         sum_over_ranks=lambda part: part,
     )
-    found, targets = estimators.gae(batch, gamma=1.0, gae_lambda=1.0, length_adaptive=alpha)
+    actual, targets = estimators.gae(batch, gamma=1.0, gae_lambda=1.0, length_adaptive=alpha)
 
-    wanted = torch.empty(43, dtype=torch.float64)
+    targets_by_hand = torch.empty(43, dtype=torch.float64)
     # Lambda is max(0, 1 - 1 / (0.05 * length)): 0 for 3 tokens, and 0.5 for 40.
     for start, end, decay in ((0, 3, 0.0), (3, 43, 0.5)):
         state, following = 0.0, 0.0
         for t in reversed(range(start, end)):
             state = float(rewards[t]) + following - float(values[t]) + decay * state
             following = float(values[t])
-            wanted[t] = state
-    torch.testing.assert_close(found, advantages.whiten(wanted, mask))
+            targets_by_hand[t] = state
+    torch.testing.assert_close(actual, advantages.whiten(targets_by_hand, mask))
     returns = advantages.returns_to_go(rewards, mask, segments, gamma=1.0)
     torch.testing.assert_close(targets, returns)
 
@@ -220,5 +220,5 @@ def test_length_adaptive_gae_decays_by_length_and_leaves_the_targets_alone() -> 
 def test_maxrl_divides_by_the_mean_and_skips_groups_without_success() -> None:
     scores = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
     groups = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
-    found = advantages.maxrl(scores, groups)
-    assert found.tolist() == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
+    actual = advantages.maxrl(scores, groups)
+    assert actual.tolist() == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0]

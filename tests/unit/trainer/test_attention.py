@@ -104,8 +104,8 @@ class _FlashPasses:
         # Autograd is disabled inside a custom operator, but not in another thread.
         with ThreadPoolExecutor(1) as pool:
             grads = pool.submit(self._differentiate, tensors, options).result()
-        for ours, grad in zip((dq, dk, dv), grads, strict=True):
-            ours.copy_(grad)
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(grad)
 
     def _differentiate(
         self, tensors: tuple[Tensor, ...], options: dict[str, Any]
@@ -134,12 +134,12 @@ def test_flash_attention_is_one_operator_of_compiled_layers(
         actual, expected = (each(*states, layout) for each in (compiled, attend))
         assert torch.equal(actual, expected)
         factors = torch.randn_like(expected)
-        for ours, plain in zip(
+        for gradient, plain in zip(
             torch.autograd.grad((actual * factors).sum(), states),
             torch.autograd.grad((expected * factors).sum(), states),
             strict=True,
         ):
-            torch.testing.assert_close(ours, plain)
+            torch.testing.assert_close(gradient, plain)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -173,12 +173,12 @@ def test_kernels_of_gpus_see_the_same_paths(
         actual = attention._varlen(*states, scores=scores, layout=layout)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
         factors = torch.randn_like(expected)
-        for ours, plain in zip(
+        for gradient, plain in zip(
             torch.autograd.grad((actual * factors).sum(), states),
             torch.autograd.grad((expected * factors).sum(), states),
             strict=True,
         ):
-            torch.testing.assert_close(ours, plain, rtol=0, atol=1e-5)
+            torch.testing.assert_close(gradient, plain, rtol=0, atol=1e-5)
     assert compared >= 3
 
 
@@ -195,7 +195,8 @@ def test_copies_of_shared_keys_are_part_of_compiled_layers() -> None:
         actual, expected = compiled(states, places), (states * 2.0)[places].square()
         assert torch.equal(actual, expected)
         gradients = [
-            torch.autograd.grad((each * factors).sum(), states)[0] for each in (actual, expected)
+            torch.autograd.grad((output * factors).sum(), states)[0]
+            for output in (actual, expected)
         ]
         torch.testing.assert_close(*gradients)
 

@@ -189,13 +189,13 @@ def _gradient(spec: RunSpec, row: int, advantages: list[float]) -> tuple[Tensor,
         distributions=reported,
     )
     objective = Objective(spec.algorithm, correction=spec.correction, horizon=8)
-    one, tally = torch.ones(1), MetricTotals()
+    one_token, tally = torch.ones(1), MetricTotals()
     loss = objective(
         current,
         entropy,
         _samples(rollout, torch.tensor(advantages), reported),
         divergence=term[0] if term else None,
-        denominators=objective.denominators(one, one),
+        denominators=objective.denominators(one_token, one_token),
         kl_coefficient=0.0,
         tally=tally,
     )

@@ -143,8 +143,8 @@ def test_the_snapshot_is_not_touched_by_later_steps(tmp_path: Path) -> None:
 
 def test_named_checkpoints_are_kept_with_the_newest(tmp_path: Path) -> None:
     _, rank, _ = _trained(tmp_path)
-    for step, kept in ((1, []), (2, []), (3, [1]), (4, [1]), (5, [3, 9])):
-        rank.checkpointer.write(rank.snapshot(step), kept)
+    for step, named_steps in ((1, []), (2, []), (3, [1]), (4, [1]), (5, [3, 9])):
+        rank.checkpointer.write(rank.snapshot(step), named_steps)
     assert steps_in(tmp_path) == [3, 4, 5]
 
 

@@ -104,5 +104,5 @@ def test_deviations_are_exact_for_large_and_nearly_equal_values(
     for totals in (whole, parts):
         assert totals.reduce(Ranks())["reward_std"] == pytest.approx(expected, rel=1e-9, abs=0.0)
     with ThreadPoolExecutor(2) as pool:
-        for found in pool.map(MetricTotals.reduce, ranks, [beside_each_other(2)] * 2):
-            assert found["reward_std"] == pytest.approx(expected, rel=1e-9, abs=0.0)
+        for metrics in pool.map(MetricTotals.reduce, ranks, [beside_each_other(2)] * 2):
+            assert metrics["reward_std"] == pytest.approx(expected, rel=1e-9, abs=0.0)

@@ -106,19 +106,19 @@ def test_a_model_that_cannot_be_built_is_reported_without_its_checkpoint(tmp_pat
 
 
 def test_adapters_continue_only_on_the_base_that_they_were_trained_on(tmp_path: Path) -> None:
-    own = facts_of(spec_with(tmp_path, trainer={"lora": LORA}))
-    own["lora"] |= {"base_dtype": "nf4"}
+    model_facts = facts_of(spec_with(tmp_path, trainer={"lora": LORA}))
+    model_facts["lora"] |= {"base_dtype": "nf4"}
 
     def problems(saved: Any) -> list[str]:
-        facts = {"num_updates": 1, "model": {**own, "lora": saved}}
-        return [*compatibility.mismatches(facts, own, parts=("",))]
+        facts = {"num_updates": 1, "model": {**model_facts, "lora": saved}}
+        return [*compatibility.mismatches(facts, model_facts, parts=("",))]
 
-    assert not problems(own["lora"])
-    (problem,) = problems({**own["lora"], "base_dtype": "int8"})
+    assert not problems(model_facts["lora"])
+    (problem,) = problems({**model_facts["lora"], "base_dtype": "int8"})
     assert "in int8" in problem
     assert "in nf4" in problem
     # Earlier releases recorded neither the data type nor the revision of the base.
-    former = {key: own["lora"][key] for key in ("rank", "alpha", "target_modules", "base")}
+    former = {key: model_facts["lora"][key] for key in ("rank", "alpha", "target_modules", "base")}
     assert not problems(former)
     assert problems({**former, "rank": 8})
 

@@ -70,8 +70,8 @@ def test_rejection_masks_match(item: dict[str, Any]) -> None:
     )
     # Outside the mask the golden vectors contain the sequence's statistic, which is unused.
     assert_close(values, expected["statistic"], mask)
-    kept = accepted.sum().double() / mask.sum()
-    assert_close(kept, expected["kept_token_fraction"])
+    accepted_share = accepted.sum().double() / mask.sum()
+    assert_close(accepted_share, expected["kept_token_fraction"])
     dropped = (segments.count(accepted) < segments.count(mask)).double().mean()
     assert_close(dropped, expected["dropped_sequence_fraction"])
 
@@ -82,15 +82,15 @@ def test_off_policy_metrics_match() -> None:
     proximal, rollout = flat(inputs["prox_logprob"]), flat(inputs["behave_logprob"])
     tokens = diagnostics.token_terms(proximal, rollout)
     sequences = diagnostics.sequence_terms(proximal, rollout, mask, segments)
-    for ours, theirs in (
+    for metric, their_metric in (
         ("kl_rollout_k1", "kl_k1"),
         ("kl_rollout", "kl_k3"),
         ("chi2_token", "chi2_token"),
         ("prob_diff", "prob_diff_mean"),
     ):
-        assert_close(tokens[ours][mask].mean(), expected[theirs])
+        assert_close(tokens[metric][mask].mean(), expected[their_metric])
     assert_close(tokens["prob_diff"][mask].max(), expected["prob_diff_max"])
-    for ours, theirs in (
+    for metric, their_metric in (
         ("proximal_ppl", "train_ppl"),
         ("rollout_ppl", "behave_ppl"),
         ("ppl_ratio", "ppl_ratio"),
@@ -98,7 +98,7 @@ def test_off_policy_metrics_match() -> None:
         ("log_ppl_abs_diff", "log_ppl_abs_diff"),
         ("chi2_seq", "chi2_seq"),
     ):
-        assert_close(sequences[ours].mean(), expected[theirs])
+        assert_close(sequences[metric].mean(), expected[their_metric])
 
 
 def test_staleness_matches() -> None:
@@ -109,17 +109,17 @@ def test_staleness_matches() -> None:
         versions, mask, segments, weight_version=inputs["trainer_version"]
     )
     rows = expected["per_sequence"]
-    for ours, theirs in (
+    for metric, their_metric in (
         ("staleness_head", "staleness_head"),
         ("staleness_tail", "staleness_tail"),
         ("span", "span"),
     ):
-        assert_close(sequences[ours], [float(row[theirs]) for row in rows])
-    for ours, theirs in (
+        assert_close(sequences[metric], [float(row[their_metric]) for row in rows])
+    for metric, their_metric in (
         ("staleness_token", "staleness_token_mean"),
         ("off_policy_token_fraction", "off_policy_token_fraction"),
     ):
-        assert_close(segments.mean(tokens[ours], mask), [row[theirs] for row in rows])
+        assert_close(segments.mean(tokens[metric], mask), [row[their_metric] for row in rows])
     batch = expected["batch"]
     assert_close(sequences["staleness_head"].max(), batch["staleness_head_max"])
     assert_close(sequences["staleness_head"].mean(), batch["staleness_head_mean"])

@@ -45,12 +45,12 @@ def test_kl_cov_penalizes_the_tokens_with_the_largest_covariance() -> None:
     assert result.indicators["covariance_fraction"].nonzero().squeeze(1).tolist() == sorted(
         selected
     )
-    for t, found in enumerate(_gradient(result, tokens)):
+    for t, slope in enumerate(_gradient(result, tokens)):
         log_ratio = _LOGPROBS[t] - _OLD[t]
-        wanted = -_ADVANTAGES[t] * math.exp(log_ratio) if t in _TRAINED else 0.0
+        expected_slope = -_ADVANTAGES[t] * math.exp(log_ratio) if t in _TRAINED else 0.0
         if t in selected:
-            wanted += 0.5 * math.copysign(1.0, log_ratio) if log_ratio else 0.0
-        assert found == pytest.approx(wanted, abs=1e-12)
+            expected_slope += 0.5 * math.copysign(1.0, log_ratio) if log_ratio else 0.0
+        assert slope == pytest.approx(expected_slope, abs=1e-12)
 
 
 def test_clip_cov_detaches_tokens_within_its_bounds_that_ppo_does_not_clip() -> None:
@@ -65,8 +65,8 @@ def test_clip_cov_detaches_tokens_within_its_bounds_that_ppo_does_not_clip() -> 
     torch.testing.assert_close(result.values, plain.values)
     assert result.indicators["covariance_fraction"].nonzero().squeeze(1).tolist() == candidates
     unchanged = _gradient(plain, tokens)
-    for t, found in enumerate(_gradient(result, tokens)):
-        assert found == (0.0 if t in candidates else unchanged[t])
+    for t, slope in enumerate(_gradient(result, tokens)):
+        assert slope == (0.0 if t in candidates else unchanged[t])
 
     for fraction, count in ((0.1, 1), (0.2, 2)):
         some = loss.clip_cov(tokens, fraction=fraction, **arguments)
@@ -87,12 +87,12 @@ def test_m2po_masks_the_largest_log_ratios_until_the_second_moment_fits(threshol
         region.remove(masked[-1])
     result = loss.m2po(tokens, second_moment=threshold)
     assert result.indicators["clip_fraction"].nonzero().squeeze(1).tolist() == sorted(masked)
-    for t, (value, found) in enumerate(
+    for t, (value, slope) in enumerate(
         zip(result.values.tolist(), _gradient(result, tokens), strict=True)
     ):
-        wanted = 0.0 if t in masked else -_ADVANTAGES[t] * math.exp(log_ratio[t])
-        assert value == pytest.approx(wanted, abs=1e-12)
-        assert found == pytest.approx(wanted if t in _TRAINED else 0.0, abs=1e-12)
+        expected_slope = 0.0 if t in masked else -_ADVANTAGES[t] * math.exp(log_ratio[t])
+        assert value == pytest.approx(expected_slope, abs=1e-12)
+        assert slope == pytest.approx(expected_slope if t in _TRAINED else 0.0, abs=1e-12)
 
 
 def test_m2po_of_the_paper_s_threshold() -> None:

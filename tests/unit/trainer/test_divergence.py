@@ -24,7 +24,7 @@ TEMPERATURE = 0.7
 
 
 def _probabilities(logits: Sequence[float]) -> list[float]:
-    powers = [math.exp(each / TEMPERATURE) for each in logits]
+    powers = [math.exp(logit / TEMPERATURE) for logit in logits]
     return [power / sum(powers) for power in powers]
 
 
@@ -34,7 +34,7 @@ def _coarse(p: list[float], kept: list[int]) -> list[float]:
 
 
 def _plain(kind: dict[str, Any], own: list[float], teacher: list[float], kept: list[int]) -> float:
-    q, p = (_coarse(_probabilities(each), kept) for each in (own, teacher))
+    q, p = (_coarse(_probabilities(logits), kept) for logits in (own, teacher))
 
     def kl(a: list[float], b: list[float]) -> float:
         return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True) if x > 1e-15)
@@ -84,18 +84,22 @@ def test_values_and_gradients_are_those_of_the_formulas(
     kind: dict[str, Any], top_k: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "_CHUNK_BYTES", 2 * 5 * 4 * 4)  # two tokens at a time
-    own, teacher = torch.tensor(OWN).requires_grad_(), torch.tensor(TEACHER)
+    student, teacher = torch.tensor(OWN).requires_grad_(), torch.tensor(TEACHER)
     identity = OutputHead(torch.eye(5))
     shown, head = teacher, identity
     if top_k is not None:
         shown, head = most_likely(teacher, identity, top_k, temperature=TEMPERATURE), None
-    found = _divergence(kind, own, shown, head)
-    (gradient,) = torch.autograd.grad(found.sum(), own)
-    for row, (mine, theirs) in enumerate(zip(OWN, TEACHER, strict=True)):
-        order = sorted(range(5), key=lambda token: -theirs[token])
-        kept = order[: top_k or 5]
-        assert found[row].item() == pytest.approx(_plain(kind, mine, theirs, kept), abs=1e-6)
-        assert gradient[row].tolist() == pytest.approx(_slopes(kind, mine, theirs, kept), abs=1e-6)
+    divergence = _divergence(kind, student, shown, head)
+    (gradient,) = torch.autograd.grad(divergence.sum(), student)
+    for row, (mine, teacher_row) in enumerate(zip(OWN, TEACHER, strict=True)):
+        order = sorted(range(5), key=lambda token: -teacher_row[token])
+        shown_tokens = order[: top_k or 5]
+        assert divergence[row].item() == pytest.approx(
+            _plain(kind, mine, teacher_row, shown_tokens), abs=1e-6
+        )
+        assert gradient[row].tolist() == pytest.approx(
+            _slopes(kind, mine, teacher_row, shown_tokens), abs=1e-6
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["divergence"])
@@ -103,42 +107,42 @@ def test_more_tokens_of_the_teacher_give_a_larger_divergence_up_to_the_whole_one
     kind: dict[str, Any],
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    own, teacher = 3 * torch.randn(2, 20, 50, generator=generator)
+    student, teacher = 3 * torch.randn(2, 20, 50, generator=generator)
     head = OutputHead(torch.eye(50))
-    whole = _divergence(kind, own, teacher, head)
+    whole = _divergence(kind, student, teacher, head)
     before = torch.zeros(20)
     for top_k in (1, 8, 32, 50):
         shown = most_likely(teacher, head, top_k, temperature=TEMPERATURE)
-        found = _divergence(kind, own, shown, None)
-        assert bool((found >= before - 1e-5).all())
-        before = found
+        divergence = _divergence(kind, student, shown, None)
+        assert bool((divergence >= before - 1e-5).all())
+        before = divergence
     torch.testing.assert_close(before, whole, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["divergence"])
 def test_a_policy_far_from_its_teacher_has_a_finite_gradient(kind: dict[str, Any]) -> None:
-    own = torch.tensor([[300.0, 0.0, 0.0, -300.0, 0.0]]).requires_grad_()
+    student = torch.tensor([[300.0, 0.0, 0.0, -300.0, 0.0]]).requires_grad_()
     shown = torch.tensor([[[3.0, math.log(0.6)], [2.0, math.log(0.3)], [-1.0, math.log(0.1)]]])
-    found = _divergence(kind, own, shown, None)
-    (gradient,) = torch.autograd.grad(found.sum(), own)
-    assert bool(found.isfinite().all())
+    divergence = _divergence(kind, student, shown, None)
+    (gradient,) = torch.autograd.grad(divergence.sum(), student)
+    assert bool(divergence.isfinite().all())
     assert bool(gradient.isfinite().all())
     # others have no gradient for tokens that the policy excludes
     if kind["divergence"] == "forward_kl":
         assert gradient[0].tolist() == pytest.approx(
-            [each / TEMPERATURE for each in (0.9, 0.0, -0.3, -0.6, 0.0)], abs=1e-6
+            [logit / TEMPERATURE for logit in (0.9, 0.0, -0.3, -0.6, 0.0)], abs=1e-6
         )
 
 
 def test_tokens_that_only_the_teacher_has_count_among_the_others() -> None:
     """Models of one family may pad their output heads to different sizes."""
-    own = torch.tensor([[0.3, -0.2, 0.1, 0.0, 0.4]])
-    one = torch.tensor([[[2.0, math.log(0.5)], [7.0, math.log(0.25)], [-1.0, math.log(0.25)]]])
+    student = torch.tensor([[0.3, -0.2, 0.1, 0.0, 0.4]])
+    first = torch.tensor([[[2.0, math.log(0.5)], [7.0, math.log(0.25)], [-1.0, math.log(0.25)]]])
     other = torch.tensor([[[2.0, math.log(0.5)], [-1.0, math.log(0.5)]]])
-    found = [_divergence(KINDS[0], own, each, None) for each in (one, other)]
-    torch.testing.assert_close(*found)
+    divergences = [_divergence(KINDS[0], student, table, None) for table in (first, other)]
+    torch.testing.assert_close(*divergences)
     wide = torch.randn(1, 9, generator=torch.Generator().manual_seed(0))
-    whole = _divergence(KINDS[0], own, wide, OutputHead(torch.eye(9)))
+    whole = _divergence(KINDS[0], student, wide, OutputHead(torch.eye(9)))
     torch.testing.assert_close(
-        whole, _divergence(KINDS[0], own, wide[:, :5], OutputHead(torch.eye(5)))
+        whole, _divergence(KINDS[0], student, wide[:, :5], OutputHead(torch.eye(5)))
     )

@@ -37,29 +37,31 @@ def subject_of(family: str) -> Subject:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_of_packs_equal_those_of_decoding(family: str, shares_prefixes: bool) -> None:
     subject = subject_of(family)
-    given = groups(24, tokens=40, vocabulary=301, context=90)
-    results = decoded(subject.batch(), given, running=11)
+    requests = groups(24, tokens=40, vocabulary=301, context=90)
+    results = decoded(subject.batch(), requests, running=11)
     policy = subject.policy()
-    for start in range(0, len(given), 8):
-        part = given[start : start + 8]
-        found, _ = policy(subject.packed(part, results, shares_prefixes=shares_prefixes))
-        assert torch.equal(found, logprobs(part, results))
+    for start in range(0, len(requests), 8):
+        part = requests[start : start + 8]
+        actual, _ = policy(subject.packed(part, results, shares_prefixes=shares_prefixes))
+        assert torch.equal(actual, logprobs(part, results))
 
 
 def test_logprobs_are_equal_over_several_blocks_of_keys() -> None:
     subject = subject_of("llama")
-    given = groups(4, tokens=40, vocabulary=301, context=1200)
-    results = decoded(subject.batch(), given, running=4)
-    found, _ = subject.policy()(subject.packed(given, results, shares_prefixes=True))
-    assert len(given[0].context_ids) > 512
-    assert torch.equal(found, logprobs(given, results))
+    requests = groups(4, tokens=40, vocabulary=301, context=1200)
+    results = decoded(subject.batch(), requests, running=4)
+    actual, _ = subject.policy()(subject.packed(requests, results, shares_prefixes=True))
+    assert len(requests[0].context_ids) > 512
+    assert torch.equal(actual, logprobs(requests, results))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_the_ordinary_operators(family: str) -> None:
     subject = subject_of(family)
-    given = groups(8, tokens=20, vocabulary=301, context=30)
-    packed = subject.packed(given, decoded(subject.batch(), given, running=8), shares_prefixes=True)
+    requests = groups(8, tokens=20, vocabulary=301, context=30)
+    packed = subject.packed(
+        requests, decoded(subject.batch(), requests, running=8), shares_prefixes=True
+    )
     scores, gradients = zip(
         *(trained(subject, packed, engine) for engine in ("torch", None)), strict=True
     )

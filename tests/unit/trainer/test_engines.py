@@ -186,9 +186,11 @@ def test_an_update_moves_the_weights_unless_its_gradient_is_no_number(name: str)
 @each_engine
 def test_exported_weights_are_those_that_the_layout_describes(name: str) -> None:
     engine = _engine(name)
-    found = [(key, tuple(value.shape), str(value.dtype)) for key, value in engine.export_weights()]
+    exported = [
+        (key, tuple(value.shape), str(value.dtype)) for key, value in engine.export_weights()
+    ]
     specs = engine.weights.specs
-    assert found == [(spec.name, spec.shape, f"torch.{spec.dtype}") for spec in specs]
+    assert exported == [(spec.name, spec.shape, f"torch.{spec.dtype}") for spec in specs]
     if engine.weights.sends_rows:
         assert _equal(dict(engine.export_weights(rows=True)), _weights(engine))
 

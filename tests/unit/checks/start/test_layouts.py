@@ -40,7 +40,7 @@ def spec_of(**trainer: object) -> RunSpec:
 
 def test_every_layout_that_rules_and_model_allow_is_planned_once() -> None:
     spec = spec_of()
-    found = {
+    layouts_found = {
         (
             layout.pipeline_parallel,
             layout.tensor_parallel,
@@ -66,8 +66,8 @@ def test_every_layout_that_rules_and_model_allow_is_planned_once() -> None:
             and stages <= 4
         ):
             allowed.add(sizes)
-    assert found == allowed
-    assert {(1, 1, 1, 1), (2, 2, 2, 1), (4, 2, 1, 1), (1, 2, 4, 1), (2, 1, 2, 4)} <= found
+    assert layouts_found == allowed
+    assert {(1, 1, 1, 1), (2, 2, 2, 1), (4, 2, 1, 1), (1, 2, 4, 1), (2, 1, 2, 4)} <= layouts_found
 
 
 def test_a_layout_has_the_memory_that_the_trainer_plans_and_the_bubble_of_its_micro_batches() -> (

@@ -52,9 +52,9 @@ def test_a_note_reports_workers_that_share_gpus(
     monkeypatch: pytest.MonkeyPatch, gpus: str, is_shared: bool
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    found = shared_gpus(spec())
-    assert bool(found) == is_shared
-    assert ("rollout.replicas is 2" in found) == is_shared
+    note = shared_gpus(spec())
+    assert bool(note) == is_shared
+    assert ("rollout.replicas is 2" in note) == is_shared
 
 
 @pytest.mark.parametrize(("gpus", "is_enough"), [("0", False), ("0,1", True)])
@@ -63,8 +63,8 @@ def test_a_mixed_run_needs_gpus_for_dedicated_rollouts(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setenv("CC", sys.executable)
-    found = " ".join(unmet_requirements(spec(placement="mixed")))
-    assert ("topology.placement" in found) is not is_enough
+    requirements = " ".join(unmet_requirements(spec(placement="mixed")))
+    assert ("topology.placement" in requirements) is not is_enough
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_the_default_number_of_rollouts_fits_the_gpus(
     document["validation"] = {"every": 0}
     file.write_text(json.dumps(document))
     draft = read_checked(file)
-    found = draft.examined.spec
-    assert found is not None
-    assert found.rollout.replicas == replicas
+    examined_spec = draft.examined.spec
+    assert examined_spec is not None
+    assert examined_spec.rollout.replicas == replicas
     # Derived settings follow: a single rollout has as many slots as both rollouts.
-    assert found.rollout.max_running_samples == default_slots(
-        found, max_staleness=found.algorithm.max_staleness, replicas=replicas
+    assert examined_spec.rollout.max_running_samples == default_slots(
+        examined_spec, max_staleness=examined_spec.algorithm.max_staleness, replicas=replicas
     )
     assert any("rollout.replicas" in note for note in draft.notes) == (
         not given and gpus in {"0", "0,1"}
@@ -107,8 +107,8 @@ def test_vllm_needs_a_gpu_to_report_which_tokens_could_be_drawn(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setenv("CC", sys.executable)
-    found = spec_with(rollout={"engine": engine, "sampling": {"top_k": 8}})
-    assert ("rollout.sampling.top_k" in " ".join(unmet_requirements(found))) is not is_met
+    truncated_spec = spec_with(rollout={"engine": engine, "sampling": {"top_k": 8}})
+    assert ("rollout.sampling.top_k" in " ".join(unmet_requirements(truncated_spec))) is not is_met
 
 
 def test_gpus_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +140,9 @@ def test_a_note_lists_slow_settings(
     document = spec().model_dump(exclude_unset=True)
     document["model"]["path"] = path
     document["trainer"] |= trainer
-    found = slow_settings(RunSpec.model_validate(document), lambda dtype: 58.0)
-    assert message in found
-    assert bool(found) == bool(message)
+    notes = slow_settings(RunSpec.model_validate(document), lambda dtype: 58.0)
+    assert message in notes
+    assert bool(notes) == bool(message)
 
 
 def test_a_16_bit_dtype_on_a_cpu_that_computes_it_fast_is_not_worth_a_note(
@@ -169,11 +169,11 @@ def test_the_dtype_that_is_not_given_follows_the_machine(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     run = spec_with(model={"path": path}, trainer=given)
     left_out = {"trainer.dtype"} - {f"trainer.{key}" for key in given}
-    found = {
+    defaults = {
         machine_default.key: machine_default.value
         for machine_default in machine_defaults(run, left_out)
     }
-    assert found.get("trainer.dtype", run.trainer.dtype) == dtype
+    assert defaults.get("trainer.dtype", run.trainer.dtype) == dtype
 
 
 @pytest.mark.parametrize(("host_gb", "is_refused"), [(10, True), (100, False)])

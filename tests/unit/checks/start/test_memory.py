@@ -35,19 +35,19 @@ def lora(**more: object) -> dict[str, object]:
 
 def test_7b_with_adapters_fits_on_one_gpu_of_79_gb_by_default() -> None:
     spec = spec_of(lora=lora())
-    found = run_memory(spec, QWEN_7B, gpu_bytes=79 * GB, gpus=1)
-    found.check()
-    assert found.chosen.trainer.activation_checkpointing is True
-    assert found.trainer.parts["weights, frozen"] == 2 * 7_615_616_512
+    memory = run_memory(spec, QWEN_7B, gpu_bytes=79 * GB, gpus=1)
+    memory.check()
+    assert memory.chosen.trainer.activation_checkpointing is True
+    assert memory.trainer.parts["weights, frozen"] == 2 * 7_615_616_512
     adapters = 80_740_352
-    assert found.trainer.parts["weights, float32"] == 4 * adapters
-    assert found.rollout.shadow == 0
-    assert found.rollout.kv_tokens > 100_000
+    assert memory.trainer.parts["weights, float32"] == 4 * adapters
+    assert memory.rollout.shadow == 0
+    assert memory.rollout.kv_tokens > 100_000
     # Rollout and trainer compute the same plan independently.
     rollout = plan_of(spec, QWEN_7B, gpu_bytes=79 * GB, roles=["trainer"])
-    assert rollout == found.rollout
+    assert rollout == memory.rollout
     alone = fitted(spec, QWEN_7B, gpu_bytes=79 * GB, engines=1)
-    assert alone.trainer == found.chosen.trainer
+    assert alone.trainer == memory.chosen.trainer
 
 
 def test_more_memory_is_used_for_less_computation() -> None:
@@ -70,9 +70,9 @@ def test_peaks_that_an_h100_had_are_within_5_per_cent_of_the_plan() -> None:
 
 def test_the_smallest_change_that_fits_is_named_and_fits() -> None:
     spec = spec_of(lora=lora(), activation_checkpointing=False)
-    found = run_memory(spec, QWEN_7B, gpu_bytes=79 * GB, gpus=1)
+    memory = run_memory(spec, QWEN_7B, gpu_bytes=79 * GB, gpus=1)
     with pytest.raises(ValueError, match=r"It fits with trainer\.activation_checkpointing: 'auto'"):
-        found.check()
+        memory.check()
     whole = run_memory(spec_of(), QWEN_7B, gpu_bytes=79 * GB, gpus=1)
     assert re.search(r"It fits with .*trainer\.(lora|cpu_offload)", whole.why_not)
 
@@ -88,12 +88,12 @@ def test_14b_with_adapters_fits_on_one_gpu_of_79_gb_with_a_quantized_base() -> N
         tie_word_embeddings=False,
     )
     assert run_memory(spec_of(lora=lora()), config, gpu_bytes=79 * GB, gpus=1).why_not
-    found = run_memory(spec_of(lora=lora(base_dtype="nf4")), config, gpu_bytes=79 * GB, gpus=1)
-    found.check()
-    assert found.trainer.parts["weights, frozen"] == pytest.approx(
+    memory = run_memory(spec_of(lora=lora(base_dtype="nf4")), config, gpu_bytes=79 * GB, gpus=1)
+    memory.check()
+    assert memory.trainer.parts["weights, frozen"] == pytest.approx(
         13.2e9 * 4.25 / 8 + 3.1e9, rel=0.02
     )
-    assert found.rollout.weights == pytest.approx(29.5 * GB, rel=0.01)
+    assert memory.rollout.weights == pytest.approx(29.5 * GB, rel=0.01)
 
 
 def test_merged_weights_need_a_copy_that_adapters_do_not() -> None:
@@ -126,6 +126,6 @@ def test_validate_and_plan_agree_about_this_machines_gpu(tmp_path: Path, bits: i
         )
     ]
     fits = bits == 79
-    for done in called:
-        assert (done.exit_code == 0) == fits, done.output
-        assert ("It fits with" in done.output) != fits
+    for result in called:
+        assert (result.exit_code == 0) == fits, result.output
+        assert ("It fits with" in result.output) != fits

@@ -154,8 +154,8 @@ def test_messages_as_json_text_are_noted(tmp_path: Path) -> None:
     spec = specified(
         tmp_path, {"name": "exact_match"}, rows, chat_template=True, max_prompt_tokens=256
     )
-    found, _ = try_rows(spec, open_sources(spec.data), load_tokenizer(spec.model))
-    assert ["in 2 of 4 rows" in note for note in found.notes] == [True]
+    trial_result, _ = try_rows(spec, open_sources(spec.data), load_tokenizer(spec.model))
+    assert ["in 2 of 4 rows" in note for note in trial_result.notes] == [True]
 
 
 @pytest.mark.parametrize(
@@ -181,15 +181,15 @@ def test_messages_as_json_text_are_noted(tmp_path: Path) -> None:
 def test_a_reward_that_does_not_tell_right_from_wrong_is_noted(
     tmp_path: Path, name: str, rows: list[dict[str, str]], data: dict[str, str], words: list[str]
 ) -> None:
-    found = trial(tmp_path, {"name": name}, rows, **data)
-    assert found.problems == []
-    assert len(found.notes) == bool(words), found.notes
-    assert all(word in found.notes[0] for word in words)
+    outcome = trial(tmp_path, {"name": name}, rows, **data)
+    assert outcome.problems == []
+    assert len(outcome.notes) == bool(words), outcome.notes
+    assert all(word in outcome.notes[0] for word in words)
 
 
 def test_the_weight_of_a_reward_does_not_hide_a_wrong_score(tmp_path: Path) -> None:
-    found = trial(tmp_path, {"name": ":always", "weight": 0.1}, ROWS)
-    assert ["a wrong answer" in note for note in found.notes] == [True]
+    outcome = trial(tmp_path, {"name": ":always", "weight": 0.1}, ROWS)
+    assert ["a wrong answer" in note for note in outcome.notes] == [True]
 
 
 @pytest.mark.parametrize(("name", "rows"), [(":broken", ROWS), ("code_tests", UNTESTED)])
@@ -206,16 +206,16 @@ def test_a_reward_with_slow_imports_is_tested(
     """Imports are no part of the deadline of the calls."""
     monkeypatch.setattr(rows, "TIMEOUT_S", 3.0)
     (tmp_path / "slow_import.py").write_text(f"import time\ntime.sleep(4)\n{REWARDS}")
-    found = trial(tmp_path, {"name": f"{tmp_path / 'slow_import.py'}:broken"}, ROWS)
-    assert len(found.problems) == 1
+    outcome = trial(tmp_path, {"name": f"{tmp_path / 'slow_import.py'}:broken"}, ROWS)
+    assert len(outcome.problems) == 1
 
 
 def test_a_slow_reward_leaves_no_process_and_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rows, "TIMEOUT_S", 3.0)
-    found = trial(tmp_path, {"name": ":slow"}, ROWS)
-    assert ["not tested" in note for note in found.notes] == [True]
+    outcome = trial(tmp_path, {"name": ":slow"}, ROWS)
+    assert ["not tested" in note for note in outcome.notes] == [True]
     assert capfd.readouterr().err == ""
 
 
@@ -245,7 +245,7 @@ OWN: dict[str, tuple[list[str], list[str]]] = {
 
 @pytest.mark.parametrize("name", OWN)
 def test_each_kind_of_own_reward_gets_the_message_that_helps(tmp_path: Path, name: str) -> None:
-    found = trial(tmp_path, {"name": f":{name}"}, ROWS[:3])
-    for messages, words in zip((found.problems, found.notes), OWN[name], strict=True):
+    outcome = trial(tmp_path, {"name": f":{name}"}, ROWS[:3])
+    for messages, words in zip((outcome.problems, outcome.notes), OWN[name], strict=True):
         assert len(messages) == bool(words), messages
         assert all(word in messages[0] for word in words), messages

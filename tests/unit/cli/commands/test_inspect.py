@@ -113,19 +113,19 @@ COMMANDS = {
 
 @pytest.mark.parametrize("arguments", COMMANDS.values(), ids=COMMANDS)
 def test_nothing_that_a_run_wrote_reaches_the_terminal_as_a_command(folder, arguments):
-    done = look(folder, *arguments)
-    assert done.exit_code == 0, done.output
-    assert done.output
-    found = {char for char in done.output if not char.isprintable() and char != "\n"}
-    assert not found
+    result = look(folder, *arguments)
+    assert result.exit_code == 0, result.output
+    assert result.output
+    control_characters = {char for char in result.output if not char.isprintable() and char != "\n"}
+    assert not control_characters
 
 
 @pytest.mark.parametrize("name", ["list", "get", "logs", "samples"])
 def test_runs_of_a_folder_that_is_not_writable_can_be_read(folder, monkeypatch, name):
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    done = look(folder, *COMMANDS[name])
-    assert done.exit_code == 0, done.output
+    result = look(folder, *COMMANDS[name])
+    assert result.exit_code == 0, result.output
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
 
 
@@ -164,6 +164,6 @@ def test_without_a_run_the_newest_is_meant(folder):
 
 
 def test_a_folder_without_runs_is_named(folder, tmp_path):
-    done = look(tmp_path / "empty", "list")
-    assert done.exit_code == 1
-    assert "empty" in done.output
+    result = look(tmp_path / "empty", "list")
+    assert result.exit_code == 1
+    assert "empty" in result.output

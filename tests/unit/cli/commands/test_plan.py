@@ -26,8 +26,8 @@ def called(*arguments):
 
 
 def test_a_plan_prints_keys_and_the_source_of_its_rates(spec):
-    done = called(spec, "--gpus", "3", "--gpu-memory", "80GB")
-    assert done.exit_code == 0, done.output
+    result = called(spec, "--gpus", "3", "--gpu-memory", "80GB")
+    assert result.exit_code == 0, result.output
     for words in (
         "rollout.replicas: ",
         "algorithm.max_staleness: ",
@@ -35,32 +35,32 @@ def test_a_plan_prints_keys_and_the_source_of_its_rates(spec):
         "KV cache",
         "--from RUN",
     ):
-        assert words in done.output
+        assert words in result.output
 
 
 def test_json_has_the_same_for_a_program(spec, tmp_path):
     rates = tmp_path / "rates.yaml"
     rates.write_text("train_tokens_per_s: 1234\ngpu_switch_s: 0.001\n")
-    done = called(spec, "--gpus", "3", "--json", "--rates", str(rates))
-    found = json.loads(done.stdout)
-    assert found["rates"]["train_tokens_per_s"] == 1234
-    assert not found["is_measured"]
-    keys = found["recommended"]["keys"]
+    result = called(spec, "--gpus", "3", "--json", "--rates", str(rates))
+    plan = json.loads(result.stdout)
+    assert plan["rates"]["train_tokens_per_s"] == 1234
+    assert not plan["is_measured"]
+    keys = plan["recommended"]["keys"]
     assert [keys[name] for name in ("trainer.world_size", "rollout.replicas")] == [2, 3]
     ways = {
         (split["keys"]["topology.placement"], split["keys"]["algorithm.max_staleness"])
-        for split in found["splits"]
+        for split in plan["splits"]
     }
     free = {(name, bound) for name in ("disaggregated", "mixed") for bound in (0, 1, 2, 4)}
     assert ways == free | {("colocated", 0), ("colocated", 1)}
-    assert found["now"]["keys"]["rollout.replicas"] == 1
+    assert plan["now"]["keys"]["rollout.replicas"] == 1
 
 
 def test_a_gpu_switch_moves_the_state_that_does_not_fit_next_to_the_engines(spec):
     def gpu_switch_s(*arguments):
-        found = json.loads(called(spec, "--gpus", "2", "--json", *arguments).stdout)
+        plan = json.loads(called(spec, "--gpus", "2", "--json", *arguments).stdout)
 
-        return found["rates"]["gpu_switch_s"]
+        return plan["rates"]["gpu_switch_s"]
 
     large = ("--set", "model.path=tiny:qwen2-3m", "--set", "rollout.max_running_samples=4096")
     long = ("--set", "rollout.max_response_tokens=400", "--set", "data.max_prompt_tokens=100")
@@ -69,8 +69,8 @@ def test_a_gpu_switch_moves_the_state_that_does_not_fit_next_to_the_engines(spec
 
 
 def test_lags_stay_below_the_one_that_is_given(spec):
-    found = json.loads(called(spec, "--max-staleness", "0", "--json").stdout)
-    assert found["recommended"]["keys"]["algorithm.max_staleness"] == 0
+    plan = json.loads(called(spec, "--max-staleness", "0", "--json").stdout)
+    assert plan["recommended"]["keys"]["algorithm.max_staleness"] == 0
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_lags_stay_below_the_one_that_is_given(spec):
     ],
 )
 def test_what_cannot_be_planned_is_refused(spec, arguments, words):
-    done = called(spec, *arguments)
-    assert done.exit_code == 2
-    assert words in done.output
+    result = called(spec, *arguments)
+    assert result.exit_code == 2
+    assert words in result.output
 
 
 @pytest.mark.parametrize(

@@ -111,12 +111,12 @@ def test_a_run_of_other_machines_is_submitted_without_checks_of_this_one(
     controller: Any, file: str
 ) -> None:
     controller.problems = ["trainer.world_size: too large for this cluster"]
-    done = CliRunner().invoke(app, ["submit", file])
-    assert done.exit_code == 1
+    result = CliRunner().invoke(app, ["submit", file])
+    assert result.exit_code == 1
     ((path, document),) = controller.requests
     assert path.startswith("/v1/runs")
     assert document["trainer"]["world_size"] == 4096
-    assert controller.problems[0] in done.output
+    assert controller.problems[0] in result.output
 
 
 @pytest.mark.parametrize("problems", [[], ["topology.placement: no node has so many GPUs"]])
@@ -124,15 +124,15 @@ def test_the_controller_that_will_run_it_validates_a_specification(
     controller: Any, file: str, problems: list[str]
 ) -> None:
     controller.problems = problems
-    done = CliRunner().invoke(app, ["validate", file])
+    result = CliRunner().invoke(app, ["validate", file])
     ((path, _),) = controller.requests
     assert "validate_only=true" in path
-    assert done.exit_code == bool(problems)
-    assert all(problem in done.output for problem in problems)
+    assert result.exit_code == bool(problems)
+    assert all(problem in result.output for problem in problems)
 
 
 def test_keys_are_checked_before_a_controller_is_asked(controller: Any, file: str) -> None:
-    done = CliRunner().invoke(app, ["submit", file, "--set", "trainer.setps=3"])
-    assert done.exit_code == 2
-    assert "trainer.setps" in done.output
+    result = CliRunner().invoke(app, ["submit", file, "--set", "trainer.setps=3"])
+    assert result.exit_code == 2
+    assert "trainer.setps" in result.output
     assert not controller.requests

@@ -211,14 +211,14 @@ async def test_a_refused_peer_reads_the_response_even_if_it_is_still_sending(req
                 connection.sendall(b"a" * 50_000)
             except OSError as error:
                 failure = error
-            found = b""
+            response = b""
             while part := connection.recv(1 << 16):
-                found += part
-        return found, failure
+                response += part
+        return response, failure
 
     async with serve_http("127.0.0.1:0", refuse) as port, asyncio.timeout(20):
-        found, failure = await asyncio.to_thread(ask, port)
-    assert found.startswith(b"HTTP/1.1 4")
+        response, failure = await asyncio.to_thread(ask, port)
+    assert response.startswith(b"HTTP/1.1 4")
     assert failure is None
 
 

@@ -20,7 +20,7 @@ _START, _END = 256, 257
 
 def _tokenizer(**options: Any) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE({each: number for number, each in enumerate(alphabet)}, []))
+    backend = Backend(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -54,17 +54,17 @@ def test_a_text_ends_no_turn_and_opens_none(role: str) -> None:
 
 def test_a_text_without_special_tokens_is_encoded_as_before() -> None:
     text = "hi < | end > \uf8f0 \uf8f099\uf8f1 you"
-    found, control = (
+    ids, control = (
         _tokenizer(escapes_special=flag).apply_chat_template(_chat(text)) for flag in (True, False)
     )
-    assert found == control
+    assert ids == control
 
 
 def test_rows_with_tokens_on_purpose_keep_them() -> None:
     tokenizer = _tokenizer(escapes_special=False)
     ids = tokenizer.apply_chat_template(_chat(_ATTACK))
     assert ids == tokenizer.encode(tokenizer.render_chat(_chat(_ATTACK)))
-    assert sum(each > 255 for each in ids) == 6
+    assert sum(id_ > 255 for id_ in ids) == 6
 
 
 def test_parts_of_a_message_and_later_tool_results_are_escaped_too() -> None:
@@ -73,15 +73,15 @@ def test_parts_of_a_message_and_later_tool_results_are_escaped_too() -> None:
     assert "<|start|>system" not in tokenizer.render_chat([{"role": "user", "content": part}])
     chat = [*_chat("x"), {"role": "assistant", "content": "mark"}, *_chat(_ATTACK, "tool")]
     ids = following_ids(tokenizer, [chat], mark="mark", last_id=None)
-    assert sum(each > 255 for each in ids) == 4  # two end tokens and two start tokens
+    assert sum(id_ > 255 for id_ in ids) == 4  # two end tokens and two start tokens
 
 
 def test_the_mask_of_generated_tokens_covers_the_answer_after_an_attack() -> None:
     tokenizer = _tokenizer()
     chat = [*_chat(_ATTACK), {"role": "assistant", "content": "good"}]
-    found = tokenizer.marked_chat(chat)
-    assert found is not None
-    ids, marks = found
+    marked = tokenizer.marked_chat(chat)
+    assert marked is not None
+    ids, marks = marked
     assert ids == tokenizer.encode(tokenizer.render_chat(chat, opens_answer=False))
     generated = [id_ for id_, mark in zip(ids, marks, strict=True) if mark]
     assert generated == tokenizer.encode("good<|end|>")

@@ -85,11 +85,14 @@ def test_texts_are_encoded_whole_and_as_the_models_own_tokenizer_does(
     limited.enable_truncation(2)
     limited.enable_padding(length=8)
     limited.save(str(path))
-    tokenizer, own = load_tokenizer(llama_like), AutoTokenizer.from_pretrained(llama_like.path)
+    tokenizer, own_tokenizer = (
+        load_tokenizer(llama_like),
+        AutoTokenizer.from_pretrained(llama_like.path),
+    )
     for text in ("", "a", "a no a no a", "<eot>a<eos>no"):
         ids = tokenizer.encode(text)
-        assert ids == own.encode(text, add_special_tokens=False)
-        assert tokenizer.decode(ids) == own.decode(ids, skip_special_tokens=True)
+        assert ids == own_tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == own_tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_every_end_token_of_the_model_ends_a_response(llama_like: ModelSpec) -> None:

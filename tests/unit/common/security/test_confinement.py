@@ -94,8 +94,8 @@ def test_no_roots_allow_everything():
     ],
 )
 def test_paths_out_of_the_roots_are_named(roots, changes):
-    given = {**source(str(roots[0] / "train.jsonl")), **changes}
-    (problem,) = strays(spec_with(**given), roots)
+    document = {**source(str(roots[0] / "train.jsonl")), **changes}
+    (problem,) = strays(spec_with(**document), roots)
     assert str(roots[0]) in problem
     assert problem.startswith(("model.", "data.train", "rollout.", "trainer."))
 
@@ -107,17 +107,17 @@ def test_paths_inside_the_roots_are_allowed(roots, model):
 
 
 def test_a_run_writes_neither_among_code_nor_among_the_controllers_files(roots, tmp_path):
-    code, own, good = (roots[0] / name for name in ("code", "state", "checkpoints"))
-    for folder in (code, own, good):
+    code, state_folder, good = (roots[0] / name for name in ("code", "state", "checkpoints"))
+    for folder in (code, state_folder, good):
         folder.mkdir()
     (good / "link").symlink_to(code)
-    policy = CodePolicy(roots=tuple(roots), code_roots=(code,), unwritable=(own,))
+    policy = CodePolicy(roots=tuple(roots), code_roots=(code,), unwritable=(state_folder,))
     for folder, is_refused in (
         (code, True),
         (code / "new", True),
         (good / ".." / "code" / "new", True),
-        (own, True),
-        (own / "logs", True),
+        (state_folder, True),
+        (state_folder / "logs", True),
         (good / "new", False),
         (roots[0] / "code-of-a-run", False),
     ):
@@ -131,7 +131,8 @@ def test_a_run_writes_neither_among_code_nor_among_the_controllers_files(roots, 
     assert not policy.problems(inside)
     assert policy.problems_here(inside)
     reads = spec_with(
-        **source(str(good / "rows.jsonl")), trainer__checkpoint={"start_from": str(own / "run")}
+        **source(str(good / "rows.jsonl")),
+        trainer__checkpoint={"start_from": str(state_folder / "run")},
     )
     assert not policy.problems(reads)
 
@@ -328,10 +329,10 @@ def test_sets_of_prompts_are_looked_at_one_by_one(roots):
     }
     assert strays(spec_with(data__train={"a": inside, "b": inside}), roots) == []
     outside = {**inside, "path": "/etc/passwd"}
-    found = strays(
+    problems = strays(
         spec_with(data__train={"a": inside, "b": outside}, data__heldout={"c": outside}), roots
     )
-    assert [problem.split(":")[0] for problem in found] == [
+    assert [problem.split(":")[0] for problem in problems] == [
         "data.train.b.path",
         "data.heldout.c.path",
     ]
@@ -340,14 +341,14 @@ def test_sets_of_prompts_are_looked_at_one_by_one(roots):
         {"column": "a", "one_of": ["/y"]},
         {"function": "os:getcwd"},
     ]
-    found = strays(spec_with(data__train={"a": {**inside, "filters": filters}}), roots)
-    assert [problem.split(":")[0] for problem in found] == ["data.train.a.filters.2.function"]
+    problems = strays(spec_with(data__train={"a": {**inside, "filters": filters}}), roots)
+    assert [problem.split(":")[0] for problem in problems] == ["data.train.a.filters.2.function"]
     chosen = spec_with(data__train=inside, data__curriculum={"function": "/tmp/mine.py:f"})
-    found = strays(chosen, roots)
-    assert [problem.split(":")[0] for problem in found] == ["data.curriculum.function"]
+    problems = strays(chosen, roots)
+    assert [problem.split(":")[0] for problem in problems] == ["data.curriculum.function"]
     code = {**inside, "rewards": [{"name": "/tmp/judge.py:f"}, {"name": "os:getcwd"}]}
-    found = strays(spec_with(data__train={"a": code}), roots)
-    assert [problem.split(":")[0] for problem in found] == [
+    problems = strays(spec_with(data__train={"a": code}), roots)
+    assert [problem.split(":")[0] for problem in problems] == [
         "data.train.a.rewards.0.name",
         "data.train.a.rewards.1.name",
     ]

@@ -36,7 +36,7 @@ def make_issuer(folder, *, above=None, ends_after=timedelta(days=30), is_authori
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, folder.name)])
     signer, signing_key = above or (None, key)
     now = datetime.now(UTC)
-    made = (
+    certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(signer.subject if signer else name)
@@ -48,11 +48,11 @@ def make_issuer(folder, *, above=None, ends_after=timedelta(days=30), is_authori
         .sign(signing_key, hashes.SHA256())
     )
     folder.mkdir(exist_ok=True)
-    (folder / "tls.crt").write_bytes(made.public_bytes(PEM))
+    (folder / "tls.crt").write_bytes(certificate.public_bytes(PEM))
     private = serialization.PrivateFormat.TraditionalOpenSSL
     (folder / "tls.key").write_bytes(key.private_bytes(PEM, private, serialization.NoEncryption()))
-    (folder / "ca.crt").write_bytes((signer or made).public_bytes(PEM))
-    return made, key
+    (folder / "ca.crt").write_bytes((signer or certificate).public_bytes(PEM))
+    return certificate, key
 
 
 def ends_of(certificate):
@@ -69,8 +69,8 @@ async def test_a_worker_reaches_a_service_with_an_issued_certificate(tmp_path, k
         make_issuer(tmp_path / "issuer", above=above)
     issuer = Issuer(tmp_path / "issuer")
     service = Identity(tls=IssuedTls(issuer, "controller.slipstream"), issue=issuer.issue, key=KEY)
-    made = service.certificate_for("run_a")
-    parts = {"certificate": made.chain, "key": made.key, "authority": made.authority}
+    issued = service.certificate_for("run_a")
+    parts = {"certificate": issued.chain, "key": issued.key, "authority": issued.authority}
     for part, pem in parts.items():
         (tmp_path / part).write_bytes(pem)
     files = TlsFiles(**{part: tmp_path / part for part in parts})

@@ -150,10 +150,10 @@ async def test_spans_reach_a_collector_over_otlp():
 
     await asyncio.to_thread(work)
     await server.stop(None)
-    ((found,),) = [[r.resource_spans[0] for r in received]]
-    (span,) = found.scope_spans[0].spans
+    ((spans,),) = [[r.resource_spans[0] for r in received]]
+    (span,) = spans.scope_spans[0].spans
     assert (span.name, span.trace_id.hex()) == ("rollout.group", group.trace_id)
-    facts = {fact.key: fact.value.string_value for fact in found.resource.attributes}
+    facts = {fact.key: fact.value.string_value for fact in spans.resource.attributes}
     assert (facts["service.name"], facts["run"]) == ("slipstream-rollout", "run_1")
 
 
