@@ -204,15 +204,15 @@ def test_training_resumes_from_a_save_which_later_updates_do_not_touch(
     engine.optimizer_step(1e-2)
     saved = engine.save()
     after = []
-    for each in (engine, _engine(name, seed=1)):
-        if each is not engine:
+    for trained_engine in (engine, _engine(name, seed=1)):
+        if trained_engine is not engine:
             saved.write(tmp_path / "part")
             size = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
             assert size >= saved.num_bytes
-            each.load(tmp_path / "part", num_updates=1)
-        _accumulate(each, samples)
-        each.optimizer_step(1e-2)
-        after.append(_weights(each))
+            trained_engine.load(tmp_path / "part", num_updates=1)
+        _accumulate(trained_engine, samples)
+        trained_engine.optimizer_step(1e-2)
+        after.append(_weights(trained_engine))
     assert _equal(*after)
 
 
@@ -266,8 +266,8 @@ def test_a_critic_starts_at_0_and_learns_returns(name: str) -> None:
 @each_engine
 def test_a_frozen_engine_scores(name: str) -> None:
     samples = _batch()
-    found = _engine(name, role="reference").forward_logprobs(samples, StepPlan(ALL))
-    assert torch.equal(found, _engine(name).forward_logprobs(samples, StepPlan(ALL)))
+    scores = _engine(name, role="reference").forward_logprobs(samples, StepPlan(ALL))
+    assert torch.equal(scores, _engine(name).forward_logprobs(samples, StepPlan(ALL)))
 
 
 @pytest.mark.parametrize(
@@ -277,12 +277,12 @@ def test_steps_of_both_engines_report_the_same(algorithm: dict[str, Any]) -> Non
     spec = spec_of(algorithm=algorithm, trainer={"updates_per_step": 2})
     queue = random_queue(policy_of(SPEC, seed=1, scale=1.5))
     queue = queue.replaced(ref_logprobs=queue.fields["rollout_logprobs"])
-    found = {}
+    metrics = {}
     for name in BUILD:
         rank = rank_of(spec, _engine(name), queue)
-        found[name] = [rank.train(StepCommand(step, queue.meta)).metrics for step in (1, 2)][1]
+        metrics[name] = [rank.train(StepCommand(step, queue.meta)).metrics for step in (1, 2)][1]
     for key in ("loss", "grad_norm", "entropy", "ratio_mean", "ppo_kl", "reward_mean"):
-        assert found["reference"][key] == pytest.approx(found["fsdp"][key], rel=1e-3, abs=1e-5)
+        assert metrics["reference"][key] == pytest.approx(metrics["fsdp"][key], rel=1e-3, abs=1e-5)
 
 
 def test_logprobs_and_gradients_relative_to_masks_are_those_of_the_reference() -> None:

@@ -179,7 +179,9 @@ def test_merged_adapters_are_the_adapted_model(family: str, extra: dict[str, Any
         Jagged.from_list([torch.arange(9, 30), torch.arange(40, 50)]),
         device=torch.device("cpu"),
     )
-    adapted, expected = (Policy(each, temperature=1.0)(packed)[0] for each in (model, merged))
+    adapted, expected = (
+        Policy(adapted_model, temperature=1.0)(packed)[0] for adapted_model in (model, merged)
+    )
     torch.testing.assert_close(adapted, expected, rtol=0, atol=1e-4)
     (gradient, *rest) = torch.autograd.grad(adapted.sum(), _weights(model))
     assert gradient.isfinite().all()
@@ -219,9 +221,9 @@ def test_adapters_are_those_that_memory_is_planned_for(model: str, tmp_path: Pat
         for name, module in build_model(config, dtype=torch.float32, device="meta").named_modules()
         if isinstance(module, nn.Linear) and name.startswith("model.layers.")
     }
-    found = adapted_weights(shapes, every).keys()
-    assert found <= linear
-    without = {name.split(".")[-2] for name in linear - found}
+    planned_adapters = adapted_weights(shapes, every).keys()
+    assert planned_adapters <= linear
+    without = {name.split(".")[-2] for name in linear - planned_adapters}
     assert without == _WITHOUT_ADAPTERS.get(model, set())
 
 

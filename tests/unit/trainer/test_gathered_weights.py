@@ -69,9 +69,9 @@ def _gathered_bytes(policy: Policy) -> int:
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_scores_gradients_and_weights_are_bit_identical(family: str) -> None:
-    kept, kept_bytes = _trained(family, keeps=True)
+    held, kept_bytes = _trained(family, keeps=True)
     distributed.destroy_process_group()
     freed, freed_bytes = _trained(family, keeps=False)
-    assert len(kept) == len(freed)
-    assert all(map(torch.equal, kept, freed))
+    assert len(held) == len(freed)
+    assert all(map(torch.equal, held, freed))
     assert kept_bytes > 0 == freed_bytes

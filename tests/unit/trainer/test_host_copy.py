@@ -58,9 +58,9 @@ def test_a_snapshot_of_a_trainer_that_sleeps_has_its_state() -> None:
     state = _state_of(rank)
     expected = {k: v.clone() for k, v in rank.snapshot(1).parts[""].tensors.items()}
     state.offload()
-    found = rank.snapshot(1).parts[""].tensors
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    tensors = rank.snapshot(1).parts[""].tensors
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], value) for name, value in expected.items())
     state.reload()
     assert all(torch.equal(rank.snapshot(1).parts[""].tensors[k], v) for k, v in expected.items())
 

@@ -23,19 +23,19 @@ def _parameters() -> list[nn.Parameter]:
 @pytest.mark.parametrize("part_bytes", [1, 300, 1 << 20])
 def test_parts_of_any_size_update_as_one(part_bytes: int) -> None:
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    one, other = _parameters(), _parameters()
+    first, other = _parameters(), _parameters()
     groups = [{"params": other[:3]}, {"params": other[3:]}]
-    usual = torch.optim.AdamW(one, fused=True, **options)
+    usual = torch.optim.AdamW(first, fused=True, **options)
     host = HostAdamW(groups, part_bytes=part_bytes, **options)
     for update in range(4):
-        for number, (a, b) in enumerate(zip(one, other, strict=True)):
+        for number, (a, b) in enumerate(zip(first, other, strict=True)):
             a.grad = b.grad = None
             if number != update:  # each update leaves one parameter without a gradient
                 a.grad = torch.sin(a.detach() * (update + 1))
                 b.grad = a.grad.clone()
         usual.step()
         host.step()
-    for a, b in zip(one, other, strict=True):
+    for a, b in zip(first, other, strict=True):
         assert torch.equal(a, b)
         for name in ("exp_avg", "exp_avg_sq", "step"):
             assert torch.equal(usual.state[a][name], host.state[b][name])
@@ -49,19 +49,19 @@ def test_moments_in_8_bits_update_in_host_memory_as_on_the_gpu(
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
     generator = torch.Generator().manual_seed(0)
     shapes = [(64, 128), (3, 20, 256), (7, 5), (9,)]
-    one = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-    other = [nn.Parameter(weight.detach().clone()) for weight in one]
-    usual = AdamW8bit([{"params": one[:2]}, {"params": one[2:]}], **options)
+    first = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    other = [nn.Parameter(weight.detach().clone()) for weight in first]
+    usual = AdamW8bit([{"params": first[:2]}, {"params": first[2:]}], **options)
     host = HostAdamW8bit([{"params": other[:2]}, {"params": other[2:]}], **options)
     for update in range(4):
-        for number, (a, b) in enumerate(zip(one, other, strict=True)):
+        for number, (a, b) in enumerate(zip(first, other, strict=True)):
             a.grad = b.grad = None
             if number != update:  # each update leaves one parameter without a gradient
                 a.grad = torch.sin(a.detach() * (update + 1))
                 b.grad = a.grad.clone()
         usual.step()
         host.step()
-    for a, b in zip(one, other, strict=True):
+    for a, b in zip(first, other, strict=True):
         assert torch.equal(a, b)
         assert usual.state[a].keys() == host.state[b].keys()
         assert all(torch.equal(usual.state[a][name], host.state[b][name]) for name in host.state[b])

@@ -46,16 +46,18 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
         rows = random_trie(rng, vocabulary=61, most_samples=6, longest=longest)
         factors = torch.randn(len(rows[1].values), generator=torch.Generator().manual_seed(seed))
         weights = list(model.parameters())
-        own = [_own(model, *row) for row in zip(*(part.unbind() for part in rows), strict=True)]
-        expected = torch.cat(own)
-        wanted = _gradient(expected @ factors, weights)
+        single_logprobs = [
+            _own(model, *row) for row in zip(*(part.unbind() for part in rows), strict=True)
+        ]
+        expected = torch.cat(single_logprobs)
+        expected_gradient = _gradient(expected @ factors, weights)
 
         packed = pack(*rows, device=CPU, shares_prefixes=seed % 2 == 1)
         actual, _ = Policy(model, temperature=1.0)(packed)
         gradient = _gradient(actual @ factors, weights)
 
         difference = (actual - expected).detach().abs().max()
-        error = (gradient - wanted).norm() / wanted.norm()
+        error = (gradient - expected_gradient).norm() / expected_gradient.norm()
         worst = [max(worst[0], float(difference)), max(worst[1], float(error))]
         assert difference <= 1e-5, f"seed {seed}"
         assert error <= 1e-5, f"seed {seed}"
@@ -66,7 +68,7 @@ def _rule_of_sequences(*states: Tensor, cu_seqlens: Tensor, **gates: Any) -> tup
     """Computes the gated delta rule of each sequence of a pack separately."""
     flags = {name: gates.pop(name) for name in ("use_qk_l2norm_in_kernel",)}
     lengths = cu_seqlens.diff().tolist()
-    parts = zip(*(each.split(lengths, 1) for each in (*states, *gates.values())), strict=True)
+    parts = zip(*(tensor.split(lengths, 1) for tensor in (*states, *gates.values())), strict=True)
     outputs = [
         torch_chunk_gated_delta_rule(*part[:3], **dict(zip(gates, part[3:], strict=True)), **flags)
         for part in parts
@@ -100,14 +102,14 @@ def test_lengths_around_the_sizes_of_kernels_and_chunks_are_exact(family: str) -
     expected = torch.cat([_own(model, text[:1], text[1:]) for text in texts])
     factors = torch.randn(len(expected), generator=generator)
     weights = list(model.parameters())
-    wanted = _gradient(expected @ factors, weights)
+    expected_gradient = _gradient(expected @ factors, weights)
 
     rows = (Jagged.from_list([text[cut] for text in texts]) for cut in (slice(1), slice(1, None)))
     actual, _ = Policy(model, temperature=1.0)(pack(*rows, device=CPU))
     gradient = _gradient(actual @ factors, weights)
 
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-    assert (gradient - wanted).norm() <= 1e-5 * wanted.norm()
+    assert (gradient - expected_gradient).norm() <= 1e-5 * expected_gradient.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -132,10 +134,10 @@ def test_a_saved_state_space_model_is_loaded_again(tmp_path: Path) -> None:
     assert check_trainer(read_config(ModelSpec(path=str(tmp_path)), None)) == []
     loaded = load_folder(tmp_path, dtype=torch.float32, device="cpu")
     assert loaded.config.time_step_limit == model.config.time_step_limit == (0.0, math.inf)
-    own = stored_tensors(model)
+    saved_tensors = stored_tensors(model)
     for name, value in stored_tensors(loaded).items():
-        assert torch.equal(value, own[name]), name
-    assert stored_names(tmp_path) == set(own)
+        assert torch.equal(value, saved_tensors[name]), name
+    assert stored_names(tmp_path) == set(saved_tensors)
 
 
 @pytest.mark.parametrize("family", _HYBRIDS)
@@ -194,8 +196,8 @@ def _own(model: Any, prompt: Tensor, response: Tensor) -> Tensor:
 
 
 def _gradient(total: Tensor, weights: list[Tensor]) -> Tensor:
-    found = torch.autograd.grad(total, weights, materialize_grads=True)
-    return torch.cat([each.flatten() for each in found])
+    gradients = torch.autograd.grad(total, weights, materialize_grads=True)
+    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def test_kernels_that_cannot_be_imported_are_reported(

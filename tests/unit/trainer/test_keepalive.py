@@ -25,8 +25,8 @@ def test_connections_of_other_libraries_end_when_their_peer_is_silent(host):
 
 
 def test_other_sockets_stay_as_they_are():
-    ours, theirs = socket.socketpair()
-    with ours, theirs, socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+    near_end, far_end = socket.socketpair()
+    with near_end, far_end, socket.socket(type=socket.SOCK_DGRAM) as datagrams:
         watch_connections()
-        for each in (ours, datagrams):
-            assert each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
+        for connection in (near_end, datagrams):
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0

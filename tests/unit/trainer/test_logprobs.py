@@ -29,10 +29,10 @@ def test_chunks_do_not_change_values_or_gradients(
     log_p = torch.log_softmax(hidden @ weight.T / 0.7, -1)
     expected = log_p[torch.arange(11), targets], -(log_p.exp() * log_p).sum(-1)
     actual = logprobs.token_logprobs(hidden, logprobs.OutputHead(weight), targets, temperature=0.7)
-    for ours, plain in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
-    for ours, plain in zip(gradients(*actual), gradients(*expected), strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+    for chunked, plain in zip(actual, expected, strict=True):
+        torch.testing.assert_close(chunked, plain, rtol=1e-5, atol=1e-5)
+    for chunked, plain in zip(gradients(*actual), gradients(*expected), strict=True):
+        torch.testing.assert_close(chunked, plain, rtol=1e-4, atol=1e-5)
 
 
 def test_logprobs_relative_to_a_mask_are_those_of_the_formula(
@@ -41,23 +41,23 @@ def test_logprobs_relative_to_a_mask_are_those_of_the_formula(
     """Compares with ``log pi(a) - log sum of pi over the mask`` (DeepSeek-V3.2) and its gradient."""
     monkeypatch.setattr(logprobs, "_CHUNK_BYTES", 2 * 4 * 4)
     logits = [[0.5, -1.0, 2.0, 0.1], [1.0, 0.3, -0.2, 0.0], [0.2, 0.4, 0.6, -3.0]]
-    kept, targets, temperature = [[0, 2], [0, 1, 2, 3], [1]], [0, 3, 1], 0.7
+    token_sets, targets, temperature = [[0, 2], [0, 1, 2, 3], [1]], [0, 3, 1], 0.7
     hidden = torch.tensor(logits).requires_grad_()
     pairs = torch.tensor([[0, 0, 2], [0, 2, 1]])  # the second row has no mask
-    found, entropy = logprobs.token_logprobs(
+    logprobs_found, entropy = logprobs.token_logprobs(
         hidden,
         logprobs.OutputHead(torch.eye(4)),
         torch.tensor(targets),
         temperature=temperature,
         mask=pairs,
     )
-    (gradient,) = torch.autograd.grad(found.sum(), hidden, retain_graph=True)
+    (gradient,) = torch.autograd.grad(logprobs_found.sum(), hidden, retain_graph=True)
     (of_entropy,) = torch.autograd.grad(entropy.sum(), hidden)
     for row, target in enumerate(targets):
-        powers = {each: math.exp(logits[row][each] / temperature) for each in kept[row]}
+        powers = {each: math.exp(logits[row][each] / temperature) for each in token_sets[row]}
         p = {each: power / sum(powers.values()) for each, power in powers.items()}
         h = -sum(each * math.log(each) for each in p.values())
-        assert found[row].item() == pytest.approx(math.log(p[target]), abs=1e-6)
+        assert logprobs_found[row].item() == pytest.approx(math.log(p[target]), abs=1e-6)
         assert entropy[row].item() == pytest.approx(h, abs=1e-6)
         for token in range(4):
             share = p.get(token, 0.0)

@@ -46,13 +46,13 @@ def test_normalized_weights_have_a_mean_of_one_over_the_batch(batch, level, budg
     total, count = correction.mean_terms(weights, mask, segments, level=level)
     algorithm = {"correction_level": level}
     plain = _trained(algorithm, noise)
-    found = _trained(
+    metrics = _trained(
         {**algorithm, "correction_normalize": True}, noise, tokens_per_micro_batch=budget
     )
     assert abs(total / count - 1) > 0.01
     ratio = float(total / count)
-    assert found["grad_norm"] * ratio == pytest.approx(plain["grad_norm"], rel=1e-4)
-    assert found["loss"] * ratio == pytest.approx(plain["loss"], rel=1e-4, abs=1e-7)
+    assert metrics["grad_norm"] * ratio == pytest.approx(plain["grad_norm"], rel=1e-4)
+    assert metrics["loss"] * ratio == pytest.approx(plain["loss"], rel=1e-4, abs=1e-7)
 
 
 @pytest.mark.parametrize("budget", [16_384, 24])
@@ -63,9 +63,9 @@ def test_losses_are_divided_by_the_tokens_that_masks_leave(batch, budget, correc
     left = mask & (ratio >= 0.9) & (ratio <= 1.2)
     algorithm = {"rejection": _REJECTION, "correction": correction_}
     plain = _trained(algorithm, noise)
-    kept = {**algorithm, "rejection_denominator": "kept"}
-    found = _trained(kept, noise, tokens_per_micro_batch=budget)
+    with_kept_tokens = {**algorithm, "rejection_denominator": "kept"}
+    metrics = _trained(with_kept_tokens, noise, tokens_per_micro_batch=budget)
     share = float(left.sum() / mask.sum())
     assert 0.2 < share < 0.9
-    assert found["grad_norm"] * share == pytest.approx(plain["grad_norm"], rel=1e-4)
-    assert found["rejected_fraction"] == pytest.approx(1 - share, abs=1e-6)
+    assert metrics["grad_norm"] * share == pytest.approx(plain["grad_norm"], rel=1e-4)
+    assert metrics["rejected_fraction"] == pytest.approx(1 - share, abs=1e-6)

@@ -287,7 +287,7 @@ def test_a_checkpoint_of_adapters_resumes_and_is_exported(
     rank.train(StepCommand(2, queue.meta))
     resumed.train(StepCommand(2, queue.meta))
     pairs = zip(policy.parameters(), again.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    assert all(torch.equal(parameter, other) for parameter, other in pairs)
 
     saved = rank.checkpointer.write(rank.snapshot(2))
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')

@@ -51,12 +51,12 @@ def _check(
     if "grad_logprob" in expected:
         assert logprobs.grad is not None
         assert_close(logprobs.grad, expected["grad_logprob"])
-    for ours, theirs in (
+    for name, vector_name in (
         ("clip_fraction", "clipfrac"),
         ("clip_fraction_lower", "clipfrac_lower"),
     ):
-        if theirs in expected and ours in result.indicators:
-            assert_close(result.indicators[ours][mask].mean(), expected[theirs])
+        if vector_name in expected and name in result.indicators:
+            assert_close(result.indicators[name][mask].mean(), expected[vector_name])
     return result
 
 
@@ -243,11 +243,11 @@ def test_a_masked_token_may_hold_anything() -> None:
 def test_the_entropy_weight_follows_its_target() -> None:
     """The weight is ``w + d`` below the target, else ``w - d``; no bonus above it (arXiv:2505.22312)."""
     spec = AlgorithmSpec(entropy_target=0.3, entropy_step=0.01)
-    weight, found = 0.0, []
+    weight, coefficients = 0.0, []
     for entropy in (0.2, 0.2, 0.4, math.nan, 0.3, 0.1, 0.5, 0.6, 0.7):
         weight, coefficient = loss.adapted_entropy(weight, spec, entropy=entropy)
-        found.append((round(weight, 6), round(coefficient, 6)))
-    assert found == [
+        coefficients.append((round(weight, 6), round(coefficient, 6)))
+    assert coefficients == [
         (0.01, 0.01), (0.02, 0.02), (0.01, 0.0), (0.01, 0.01), (0.0, 0.0), (0.01, 0.01),
         (0.0, 0.0), (0.0, 0.0), (0.0, 0.0),
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 def test_the_scale_changes_as_in_torch() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
-    ours = LossScale(LossScaleSpec(initial=2.0**12, growth_interval=3))
+    scale = LossScale(LossScaleSpec(initial=2.0**12, growth_interval=3))
     weight = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight])
     overflows = torch.rand(200, generator=torch.Generator().manual_seed(0)) < 0.2
@@ -32,20 +32,20 @@ def test_the_scale_changes_as_in_torch() -> None:
         scaler.update()
         optimizer.zero_grad()
         if overflows_now:
-            ours.back_off()
+            scale.back_off()
         else:
-            ours.grow()
-        assert ours.value == scaler.get_scale()
-        scales.add(ours.value)
+            scale.grow()
+        assert scale.value == scaler.get_scale()
+        scales.add(scale.value)
     assert len(scales) > 3
 
 
 def test_a_checkpoint_has_the_whole_state_and_one_of_another_dtype_has_none() -> None:
-    ours = LossScale(LossScaleSpec(growth_interval=3))
-    ours.back_off()
-    ours.grow()
-    ours.grow()
-    facts = ours.facts("critic")
+    scale = LossScale(LossScaleSpec(growth_interval=3))
+    scale.back_off()
+    scale.grow()
+    scale.grow()
+    facts = scale.facts("critic")
     resumed = LossScale(LossScaleSpec(growth_interval=3))
     resumed.restore({"num_updates": 7}, "critic")
     assert resumed.value == 65536
@@ -90,16 +90,16 @@ def overflow(policy: Policy) -> Any:
     ids=str,
 )
 def test_scaled_gradients_give_the_same_clipped_update_bit_by_bit(trainer: Any) -> None:
-    found = []
+    outcomes = []
     for dtype in ("float32", "float16"):
         rank, policy, queue = rank_with(dtype=dtype, algorithm={"max_staleness": 0}, **trainer)
         for step in (1, 2):
             if "accumulate_early" in trainer:
                 rank.accumulate(queue.meta.select(range(4)), weight_version=step - 1)
             metrics = rank.train(StepCommand(step, queue.meta, weight_version=step - 1)).metrics
-        found.append((weights_of(policy), metrics["grad_norm"], metrics["loss"]))
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1:] == found[1][1:]
+        outcomes.append((weights_of(policy), metrics["grad_norm"], metrics["loss"]))
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert outcomes[0][1:] == outcomes[1][1:]
 
 
 def test_an_overflow_skips_the_step_and_leaves_the_schedule_where_it_is() -> None:

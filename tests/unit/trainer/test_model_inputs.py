@@ -46,29 +46,29 @@ def packed(
 
 def test_equal_tokens_with_other_inputs_share_nothing() -> None:
     prompts, responses = [[5, PLACEHOLDER, 6, 7]] * 3, [[8, 9, 2], [8, 10, 2], [8, 11, 2]]
-    one, other = features(1, 1), features(2, 1)
-    found = packed(prompts, responses, [one, other, one])
+    first_image, other = features(1, 1), features(2, 1)
+    found = packed(prompts, responses, [first_image, other, first_image])
     assert found.work.tokens == 7 + 6, "two sequences share a prompt and a token, the third nothing"
-    assert [(each.start, each.end) for each in found.inputs] == [(0, 7), (7, 13)]
-    assert [each.inputs for each in found.inputs] == [one, other]
+    assert [(span.start, span.end) for span in found.inputs] == [(0, 7), (7, 13)]
+    assert [span.inputs for span in found.inputs] == [first_image, other]
     assert found.input_ids[0] == found.input_ids[7] == 5, "the keys that compare are no token ids"
 
 
 def test_prompts_with_inputs_are_shared_as_a_whole_or_not_at_all() -> None:
-    given = features(1, 1)
+    image = features(1, 1)
     prompts = [[5, 6, 7, 8, PLACEHOLDER, 9], [5, 6, 7, 8, PLACEHOLDER, 10]]
     assert packed(prompts, [[1, 2]] * 2, [NONE, NONE]).work.tokens < 14
-    assert packed(prompts, [[1, 2]] * 2, [given, given]).work.tokens == 14
+    assert packed(prompts, [[1, 2]] * 2, [image, image]).work.tokens == 14
 
 
 def test_other_experts_in_a_prompt_with_inputs_leave_nothing_shared() -> None:
-    given = features(1, 1)
+    image = features(1, 1)
     prompts, responses = [[5, PLACEHOLDER, 6, 7]] * 2, [[8, 9, 10]] * 2
     experts = torch.zeros(2, 6, 1, 2, dtype=torch.uint8)
     experts[1, 3] = 1
     jagged_experts = Jagged(experts.flatten(0, 1), torch.tensor([6, 6]))
     assert packed(prompts, responses, [NONE] * 2, experts=jagged_experts).work.tokens < 12
-    found = packed(prompts, responses, [given] * 2, experts=jagged_experts)
+    found = packed(prompts, responses, [image] * 2, experts=jagged_experts)
     assert found.work.tokens == 12
     assert len(found.inputs) == 2
 
@@ -92,18 +92,18 @@ def test_packed_logprobs_and_gradients_are_those_of_the_plain_model(shares: bool
         prompt = [rng.randrange(4, 24) for _ in range(rng.randrange(2, 9))]
         for place in rng.sample(range(len(prompt)), min(count, len(prompt))):
             prompt[place] = PLACEHOLDER
-        given = features(group, prompt.count(PLACEHOLDER)) if PLACEHOLDER in prompt else NONE
+        images = features(group, prompt.count(PLACEHOLDER)) if PLACEHOLDER in prompt else NONE
         for _ in range(3):
             prompts.append(prompt)
             responses.append([rng.randrange(4, 7) for _ in range(rng.randrange(1, 6))])
-            bundles.append(given)
+            bundles.append(images)
     order = rng.sample(range(len(prompts)), len(prompts))
     prompts, responses, bundles = (
         [every[i] for i in order] for every in (prompts, responses, bundles)
     )
     model = feature_model()
     rest = zip(prompts, responses, bundles, strict=True)
-    expected = torch.cat([plain_logprobs(model, *one) for one in rest])
+    expected = torch.cat([plain_logprobs(model, *row) for row in rest])
     expected.sum().backward()
     gradients = {name: value.grad.clone() for name, value in model.named_parameters()}  # type: ignore[union-attr]
     model.zero_grad()
@@ -115,8 +115,8 @@ def test_packed_logprobs_and_gradients_are_those_of_the_plain_model(shares: bool
 
 
 def test_inputs_that_samples_share_are_fetched_once_and_are_one_object() -> None:
-    one, other = features(1, 4), features(2, 4)
-    bundles = [one, one, other, other, NONE, one]
+    first_image, other = features(1, 4), features(2, 4)
+    bundles = [first_image, first_image, other, other, NONE, first_image]
     queue = queue_of(
         {
             "prompt_ids": rows(*[[1, 2]] * 6),
@@ -135,14 +135,14 @@ def test_inputs_that_samples_share_are_fetched_once_and_are_one_object() -> None
         fields=tuple(columns),
         blobs=queue.meta.blobs,
     )
-    asked = []
+    reads = []
 
     def fetch(part: KVBatchMeta, names: Sequence[str]) -> dict[str, Jagged]:
-        asked.append((part.keys, tuple(names)))
+        reads.append((part.keys, tuple(names)))
         return queue.fetch(part, names)
 
     model_inputs = fetch_model_inputs(fetch, meta)
-    (((keys), names),) = asked
+    (((keys), names),) = reads
     assert (sorted(keys), names) == (["g0", "g2", "g4", "g5"], (MODEL_INPUTS,))
     assert [bundle.prompt.digest for bundle in model_inputs] == [
         bundle.digest for bundle in bundles

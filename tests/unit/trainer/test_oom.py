@@ -67,8 +67,8 @@ def queue_for(spec: RunSpec) -> Queue:
 
 def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
     assert len(actual) == len(expected)
-    for found, wanted in zip(actual, expected, strict=True):
-        assert (found - wanted).norm() <= 1e-6 * wanted.norm()
+    for gradient, expected_gradient in zip(actual, expected, strict=True):
+        assert (gradient - expected_gradient).norm() <= 1e-6 * expected_gradient.norm()
 
 
 def spec_for(algorithm: Mapping[str, Any] | None = None, **trainer: Any) -> RunSpec:
@@ -200,14 +200,14 @@ def test_members_that_are_compared_are_left_out_together() -> None:
     scores[share.samples.places([5])] = UNSCORED
     groups = share.samples.rows // 4
     samples = replace(share.samples, groups=groups).with_tokens(ref_logprobs=scores)
-    found, plan = without_unscored(samples, share.plan)
+    unscored, plan = without_unscored(samples, share.plan)
     gone = (groups == groups[5]).nonzero().flatten().tolist()
     assert list(plan.left_out) == gone
     assert len(gone) == 4
     left = sorted(i for micros in plan.updates for micro in micros for i in micro)
     assert left == [i for i in range(len(groups)) if i not in gone]
-    assert not found.tokens["ref_logprobs"].any()
-    assert not found.tokens["loss_mask"][found.places(gone)].any()
+    assert not unscored.tokens["ref_logprobs"].any()
+    assert not unscored.tokens["loss_mask"][unscored.places(gone)].any()
 
 
 def test_processes_that_start_again_know_what_did_not_fit(tmp_path: Path) -> None:
@@ -262,12 +262,12 @@ def test_later_steps_do_not_fail_again_before_they_are_divided() -> None:
     policy = policy_of(spec, scale=1.5)
     rank = rank_of(spec, policy, queue)
     limited(policy, 40, in_backward=True)
-    found = [
+    retries = [
         rank.train(StepCommand(step, queue.meta)).metrics["divided_micro_batches"]
         for step in (1, 2, 3)
     ]
-    assert found[0] >= 1
-    assert found[1:] == [0, 0]
+    assert retries[0] >= 1
+    assert retries[1:] == [0, 0]
 
 
 def test_a_critic_leaves_out_what_it_cannot_learn_from() -> None:

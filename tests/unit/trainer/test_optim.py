@@ -60,9 +60,9 @@ def test_weight_decay_applies_to_matrices_and_not_to_norms_and_biases(in_host: b
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     decayed = {name for name, value in layer.named_parameters() if bool((value < 1.0).all())}
-    kept = {name for name, value in layer.named_parameters() if bool((value == 1.0).all())}
+    unchanged = {name for name, value in layer.named_parameters() if bool((value == 1.0).all())}
     assert decayed == {"embed_tokens.weight", "q_proj.weight", "experts.gate_up_proj"}
-    assert kept == {
+    assert unchanged == {
         *("q_proj.bias", "norm.weight", "norm.bias", "q_norm.weight"),
         *("sinks", "experts.gate_up_proj_bias", "frozen"),
     }
@@ -72,7 +72,7 @@ def test_weight_decay_applies_to_matrices_and_not_to_norms_and_biases(in_host: b
 
 
 def test_muon_updates_the_matrices_of_layers_and_adamw_the_rest() -> None:
-    found, expected = updated(whole_model(), whole_model()), whole_model()
+    weights, expected = updated(whole_model(), whole_model()), whole_model()
     matrices = {f"model.layers.{index}.weight" for index in range(2)}
     muon = torch.optim.Muon(
         [expected.get_parameter(name) for name in sorted(matrices)],
@@ -91,14 +91,14 @@ def test_muon_updates_the_matrices_of_layers_and_adamw_the_rest() -> None:
         for name, gradient in random_gradients(rest, step).items():
             rest.get_parameter(name).grad = gradient
         adamw.step()
-    for name, value in found.items():
+    for name, value in weights.items():
         plain = (expected if name in matrices else rest).get_parameter(name)
         torch.testing.assert_close(value, plain.detach(), atol=1e-6, rtol=0, msg=name)
 
 
 def test_moments_in_8_bits_have_the_values_of_the_dynamic_type() -> None:
     """The levels are those of torchao 0.18 and bitsandbytes 0.50 (``create_dynamic_map``)."""
-    signed, unsigned = (levels_of_moments(is_signed=each) for each in (True, False))
+    signed, unsigned = (levels_of_moments(is_signed=is_signed) for is_signed in (True, False))
     assert len(signed) == len(unsigned) == 256
     expected = torch.tensor([-0.99296875, -0.97890625, -0.96484375])
     torch.testing.assert_close(signed[:3], expected, atol=1e-7, rtol=0)

@@ -72,11 +72,15 @@ def test_advantages_are_those_of_the_formulas(name: str) -> None:
             {"advantage": name, "gamma": gamma, "gae_lambda": decay}
         )
         credit = CreditAssigner(spec, Ranks(), max_response_tokens=HORIZON)
-        found = credit(batch.samples(), batch.cohort(), kl_coefficient=kl)
+        batch_credit = credit(batch.samples(), batch.cohort(), kl_coefficient=kl)
         rows = plain_advantages(batch, name, kl=kl, gamma=gamma, decay=decay)
         expected = torch.tensor([x for row in rows for x in row], dtype=torch.float32)
         torch.testing.assert_close(
-            found.advantages, expected, rtol=2e-5, atol=2e-5, msg=lambda m, s=seed: f"{s}: {m}"
+            batch_credit.advantages,
+            expected,
+            rtol=2e-5,
+            atol=2e-5,
+            msg=lambda m, s=seed: f"{s}: {m}",
         )
 
 
@@ -92,15 +96,15 @@ def test_the_objective_and_its_gradient_are_those_of_the_formulas(seeds: range) 
             [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in row]
             for row in batch.logprobs
         ]
-        wanted = plain_objective(batch, spec, correction, leaves, rows)
-        if wanted.requires_grad:
-            wanted.backward()
+        objective = plain_objective(batch, spec, correction, leaves, rows)
+        if objective.requires_grad:
+            objective.backward()
         gradient = [0.0 if x.grad is None else float(x.grad) for row in leaves for x in row]
 
-        found = [_split(batch, spec, correction, rows, parts) for parts in (1, 2, 5)]
-        for loss, grad in found:
+        divisions = [_split(batch, spec, correction, rows, parts) for parts in (1, 2, 5)]
+        for loss, grad in divisions:
             torch.testing.assert_close(
-                loss, wanted.detach(), rtol=1e-9, atol=1e-9, msg=lambda m, s=seed: f"{s}: {m}"
+                loss, objective.detach(), rtol=1e-9, atol=1e-9, msg=lambda m, s=seed: f"{s}: {m}"
             )
             torch.testing.assert_close(
                 grad,

@@ -112,8 +112,8 @@ def test_groups_that_are_compared_are_never_divided(shares: bool) -> None:
         [torch.full((50,), 7)] * 6, [torch.full((30,), n) for n in (1, 2, 3, 4, 5, 6)]
     )
     rows[4:] = sharing_keys([torch.full((300,), 8)] * 2, [torch.full((30,), n) for n in (1, 2)])
-    found = micro_batches(rows, 170, shares=shares, groups=[4, 9, 9, 4, 1, 1])
-    assert sorted(found) == [[0, 3], [1, 2], [4, 5]]
+    batches = micro_batches(rows, 170, shares=shares, groups=[4, 9, 9, 4, 1, 1])
+    assert sorted(batches) == [[0, 3], [1, 2], [4, 5]]
     cohort = _cohort([(20, [100] * 2)])
     shared = [
         shard_of(
@@ -129,9 +129,9 @@ def test_micro_batches_hold_no_more_than_their_budget() -> None:
         rng = random.Random(seed)
         sequences = sharing_keys(*(part.unbind() for part in random_trie(rng, vocabulary=97)))
         budget = rng.randint(8, 60)
-        found = micro_batches(sequences, budget, shares=True)
-        assert sorted(index for micro in found for index in micro) == [*range(len(sequences))]
-        for micro in found:
+        batches = micro_batches(sequences, budget, shares=True)
+        assert sorted(index for micro in batches for index in micro) == [*range(len(sequences))]
+        for micro in batches:
             rows = [sequences[index] for index in micro]
             tokens = sum(map(len, rows)) - sum(find_prefixes(rows).shared)
             assert tokens <= budget or len(micro) == 1

@@ -46,7 +46,10 @@ def test_a_quantized_layer_has_the_output_and_gradient_of_its_rounded_weight(kin
     with torch.no_grad():
         inputs[1].copy_(inputs[0])
     weights = torch.randn(3, 5, 10, generator=generator)
-    outputs = [one(each) for one, each in zip((layer, quantized), inputs, strict=True)]
+    outputs = [
+        layer_of_pair(values)
+        for layer_of_pair, values in zip((layer, quantized), inputs, strict=True)
+    ]
     assert torch.equal(*outputs)
     for output in outputs:
         (output * weights).sum().backward()
@@ -137,15 +140,15 @@ def test_a_rank_holds_the_base_quantized_and_the_plan_counts_it(tmp_path: Path) 
         module = engine.module
         frozen = [p for p in module.parameters() if not p.requires_grad]
         packed = [
-            each
+            tensor
             for layer in module.modules()
             if isinstance(layer, QuantizedLinear)
-            for each in (layer.values, layer.scales)
+            for tensor in (layer.values, layer.scales)
         ]
         assert packed
         config = load_config(spec.model, load_tokenizer(spec.model))
         parts = trainer_memory(fitted_to_gpu(spec, settings, device=CPU), config, gpu_bytes=10**12)
-        assert parts.parts["weights, frozen"] == sum(each.nbytes for each in (*frozen, *packed))
+        assert parts.parts["weights, frozen"] == sum(tensor.nbytes for tensor in (*frozen, *packed))
         held = _policy(spec, is_packed=False)
         whole = {name: value for name, value in held.model.named_parameters() if "lora" not in name}
         arrived = dict(WeightExport(module, dtype=torch.bfloat16).weight_tensors())

@@ -32,8 +32,8 @@ def test_metrics_by_staleness_are_of_tokens_that_exist():
         **{f"is_weight_by_staleness/{age}": 1.0 * age for age in (0, 1)},
         **{f"is_weight_square_by_staleness/{age}": 1.25 * age for age in (0, 1)},
     }
-    found = derive({**MEANS, "scored_fraction": 1.0, **ages}, spec_of())
-    assert {name: value for name, value in found.items() if "_by_staleness/" in name} == {
+    metrics = derive({**MEANS, "scored_fraction": 1.0, **ages}, spec_of())
+    assert {name: value for name, value in metrics.items() if "_by_staleness/" in name} == {
         "tokens_by_staleness/1": 1.0,
         "kl_rollout_by_staleness/1": 0.1,
         "is_clipped_by_staleness/1": 0.2,

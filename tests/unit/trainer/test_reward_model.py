@@ -40,10 +40,10 @@ def test_the_loss_of_pairs_is_that_of_the_formula(center: float) -> None:
         segments=segments,
         groups=torch.tensor([4, 4, 9, 9]),
     )
-    found = loss.reward_model(tokens, center=center)
+    token_loss = loss.reward_model(tokens, center=center)
     counts = loss.Denominators(torch.tensor(8), torch.tensor(4), horizon=8)
     total = loss.aggregate(
-        found.values, tokens.mask, segments, mode="seq-mean-token-sum", denominators=counts
+        token_loss.values, tokens.mask, segments, mode="seq-mean-token-sum", denominators=counts
     )
     (gradient,) = torch.autograd.grad(total, values)
     pairs = [(0, 1), (3, 2)]
@@ -58,7 +58,7 @@ def test_the_loss_of_pairs_is_that_of_the_formula(center: float) -> None:
             assert gradient[last[answer]].item() == pytest.approx(slope / len(pairs), abs=1e-6)
     assert total.item() == pytest.approx(expected, abs=1e-6)
     assert int(gradient.count_nonzero()) == 4
-    assert found.of_sequences["preference_accuracy"].tolist() == [1.0, 1.0, 1.0, 1.0]
+    assert token_loss.of_sequences["preference_accuracy"].tolist() == [1.0, 1.0, 1.0, 1.0]
 
 
 def test_the_exported_classifier_scores_as_the_trained_model(tmp_path: Path) -> None:

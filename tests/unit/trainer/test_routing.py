@@ -53,21 +53,21 @@ def _choices(policy: Policy) -> Jagged:
 
 @pytest.mark.parametrize("family", _MIXTURES)
 def test_replaying_a_policys_own_choice_changes_nothing(family: str) -> None:
-    own = _policy(family)
-    expected, _ = own(_packed())
+    own_policy = _policy(family)
+    expected, _ = own_policy(_packed())
     expected.sum().backward()
     replaying = _policy(family, routing_replay="replay")
     reported = _choices(_policy(family))
-    assert reported.values.shape[1:] == _shape(own).tail
+    assert reported.values.shape[1:] == _shape(own_policy).tail
     # The order of a token's experts has no effect.
     actual, _ = replaying(_packed(Jagged(reported.values.flip(2), reported.lengths)))
     actual.sum().backward()
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     gradients = {name: each.grad for name, each in replaying.named_parameters()}
-    for name, parameter in own.named_parameters():
+    for name, parameter in own_policy.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-4)
-    differs, known = replaying.routing.differences()
-    assert known.all() and not differs.any()
+    differs, is_known = replaying.routing.differences()
+    assert is_known.all() and not differs.any()
 
 
 @pytest.mark.parametrize("family", _MIXTURES)
@@ -79,13 +79,13 @@ def test_a_replayed_choice_is_that_of_the_engine_and_trains_the_router(family: s
     reported.values[3:5] = missing
     logprobs, _ = policy(_packed(reported))
     chosen = torch.stack([policy.routing._chosen[place] for place in range(num_layers)], 1)
-    known = (reported.values != missing).all(2).all(1)
-    assert torch.equal(chosen[known], reported.values[known].long())
+    is_known = (reported.values != missing).all(2).all(1)
+    assert torch.equal(chosen[is_known], reported.values[is_known].long())
     assert chosen.shape == (18, num_layers, num_chosen)
     assert (chosen >= 0).all() and (chosen < 8).all()
-    differs, seen = policy.routing.differences()
-    assert torch.equal(seen, known)
-    assert differs.any() and not differs[~known].any()
+    differs, are_known = policy.routing.differences()
+    assert torch.equal(are_known, is_known)
+    assert differs.any() and not differs[~is_known].any()
     logprobs.sum().backward()
     for router in policy.routing._routers:
         assert router.weight.grad.norm() > 0
@@ -146,16 +146,16 @@ def test_tokens_are_shared_only_where_their_experts_are_the_same_too(seed: int) 
             place = rng.randrange(len(rows))
             rows[place] = rows[place].flip(0)  # only this sequence has other experts
     experts = Jagged.from_list(reported)
-    found = []
+    passes = []
     for shares in (False, True):
         policy.zero_grad()
         packed = pack(prompts, responses, device=CPU, shares_prefixes=shares, experts=experts)
         logprobs, entropies = policy(packed)
         logprobs.sum().backward()
         gradient = policy.model.get_input_embeddings().weight.grad.clone()
-        found.append((logprobs, entropies, gradient))
+        passes.append((logprobs, entropies, gradient))
     assert packed.uses is not None, "something is shared"
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*passes, rtol=1e-5, atol=1e-5)
 
 
 def test_imbalance_is_the_most_over_the_mean() -> None:

@@ -180,11 +180,11 @@ def test_what_tokens_earned_is_credited_to_them_where_the_advantage_goes_by_toke
     cohort = BatchFacts.from_meta(queue.meta)
     samples = build_samples(fields, range(len(rewards)), cohort, spec=spec, weight_version=0)
     assign = CreditAssigner(spec, Ranks(), max_response_tokens=1000)
-    seen: list[Any] = []
+    batches: list[Any] = []
     estimate = assign._estimate
-    assign._estimate = lambda batch: seen.append(batch) or estimate(batch)  # type: ignore[func-returns-value]
+    assign._estimate = lambda batch: batches.append(batch) or estimate(batch)  # type: ignore[func-returns-value]
     assign(samples, cohort, kl_coefficient=0.0)
-    (batch,) = seen
+    (batch,) = batches
     assert torch.allclose(batch.scores, rewards.double())
     own = samples.tokens["token_rewards"].double()
     outcome = samples.segments.expand(

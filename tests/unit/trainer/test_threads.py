@@ -21,8 +21,8 @@ from services.trainer.engines.fsdp import parallel
 def test_threads_are_kept_if_the_host_computes(
     monkeypatch: pytest.MonkeyPatch, device: str, settings: dict[str, Any], expected: list[int]
 ) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    thread_counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", thread_counts.append)
     monkeypatch.setattr(parallel, "join_processes", lambda **_: None)
     monkeypatch.setattr(parallel, "_meshes", _no_mesh)
     spec = TrainerSpec.model_validate(
@@ -30,7 +30,7 @@ def test_threads_are_kept_if_the_host_computes(
     )
     with pytest.raises(_MeshError):
         parallel.build_topology(spec, device=torch.device(device), rank=0, world_size=1)
-    assert asked == expected, "set before a model is loaded, and compiled"
+    assert thread_counts == expected, "set before a model is loaded, and compiled"
 
 
 class _MeshError(Exception):

@@ -51,9 +51,9 @@ def memory_of(gpu_gb=141, response=256, config=QWEN, **trainer):
     [({}, 110.2), ({"world_size": 2, "zero_stage": 1}, 95.7)],
 )
 def test_the_peaks_that_h200s_had_are_found_within_5_per_cent(trainer, measured_gib):
-    found = memory_of(**trainer)
+    memory = memory_of(**trainer)
     # The measured runs sent no weights, and torch does not count the CUDA context.
-    used = found.used - found.parts["weights in transfer"] - found.parts["context"]
+    used = memory.used - memory.parts["weights in transfer"] - memory.parts["context"]
     assert used / GIB == pytest.approx(measured_gib, rel=0.05)
 
 
@@ -73,12 +73,12 @@ def test_parameters_are_counted_with_tied_ones_once():
 
 
 def test_optimizer_and_weights_are_shared_out():
-    one, four = memory_of(), memory_of(world_size=4)
+    one_rank, four = memory_of(), memory_of(world_size=4)
     for part in ("weights, float32", "optimizer", "gradients"):
-        assert four.parts[part] == pytest.approx(one.parts[part] / 4)
+        assert four.parts[part] == pytest.approx(one_rank.parts[part] / 4)
     assert (
         four.parts["weights gathered for a forward pass"]
-        < one.parts["weights gathered for a forward pass"]
+        < one_rank.parts["weights gathered for a forward pass"]
     )
 
 
@@ -105,8 +105,8 @@ def test_adapters_of_experts_are_counted():
     model = build_model(config, dtype=torch.float32, device="meta")
     add_adapters(model, LoraSpec(rank=rank, target_modules=targets))
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
-    found = memory_of(config=config, lora={"rank": rank, "target_modules": targets})
-    assert found.parts["optimizer"] == 2 * 4 * trained
+    memory = memory_of(config=config, lora={"rank": rank, "target_modules": targets})
+    assert memory.parts["optimizer"] == 2 * 4 * trained
 
 
 def test_offloaded_state_is_in_host_memory():
@@ -115,16 +115,16 @@ def test_offloaded_state_is_in_host_memory():
         ("optimizer", {"optimizer"}),
         (True, {"weights, float32", "optimizer", "gradients"}),
     ):
-        found = memory_of(cpu_offload=offload)
-        assert plain.parts.keys() - found.parts.keys() == found.host.keys() == moved
-        assert sum(found.host.values()) == sum(plain.parts[name] for name in moved)
-        assert "in host memory: optimizer" in found.table(1)
+        memory = memory_of(cpu_offload=offload)
+        assert plain.parts.keys() - memory.parts.keys() == memory.host.keys() == moved
+        assert sum(memory.host.values()) == sum(plain.parts[name] for name in moved)
+        assert "in host memory: optimizer" in memory.table(1)
 
 
 def test_what_layers_keep_is_counted_by_where_it_is():
     def activations(**options):
-        found = memory_of(**options)
-        return found.parts["activations"], found.host.get("activations", 0.0)
+        memory = memory_of(**options)
+        return memory.parts["activations"], memory.host.get("activations", 0.0)
 
     plain, selective, half, full = (
         activations(activation_checkpointing=way)[0] for way in (False, "selective", 2, True)

@@ -66,11 +66,13 @@ def test_packed_logprobs_and_gradients_are_those_of_the_whole_model(
             Jagged.from_list([torch.tensor(response) for _, response, _ in rows]),
             device=CPU,
             shares_prefixes=seed % 2 == 1,
-            inputs=prompt_spans([prompt for prompt, _, _ in rows], [given for _, _, given in rows]),
+            inputs=prompt_spans(
+                [prompt for prompt, _, _ in rows], [images for _, _, images in rows]
+            ),
         )
-        found = errors(loaded, policy(packed)[0], expected, seed=seed)
-        worst = list(map(max, worst, found))
-        assert max(found) <= 1e-5, f"seed {seed}"
+        differences = errors(loaded, policy(packed)[0], expected, seed=seed)
+        worst = list(map(max, worst, differences))
+        assert max(differences) <= 1e-5, f"seed {seed}"
     print(f"logprobs {worst[0]:.1e}, gradients {worst[1]:.1e} over {num_packs} packs")
 
 
@@ -78,16 +80,18 @@ def errors(
     loaded: tuple[Any, Any, set[str]], logprobs: torch.Tensor, expected: torch.Tensor, *, seed: int
 ) -> tuple[float, float]:
     """Returns the max logprob difference, and the relative error of the gradients of a random weighting."""
-    whole, model, known = loaded
+    whole, model, names = loaded
     factors = torch.randn(len(expected), generator=torch.Generator().manual_seed(seed))
-    wanted = gradients(whole, expected @ factors)
-    given = as_stored(
-        gradients(model, logprobs @ factors), model.config.to_dict(), expected_names=known
+    expected_gradients = gradients(whole, expected @ factors)
+    tensors = as_stored(
+        gradients(model, logprobs @ factors), model.config.to_dict(), expected_names=names
     )
-    actual = {_plain(name): each for name, each in given.items()}
-    assert actual.keys() == {_plain(name) for name in wanted}
-    norms = [(actual[_plain(name)] - each).norm() for name, each in wanted.items()]
-    size = torch.stack([each.norm() for each in wanted.values()]).norm()
+    actual = {_plain(name): gradient for name, gradient in tensors.items()}
+    assert actual.keys() == {_plain(name) for name in expected_gradients}
+    norms = [
+        (actual[_plain(name)] - gradient).norm() for name, gradient in expected_gradients.items()
+    ]
+    size = torch.stack([gradient.norm() for gradient in expected_gradients.values()]).norm()
     difference = float((logprobs - expected).detach().abs().max())
     return difference, float(torch.stack(norms).norm() / size)
 
@@ -96,11 +100,11 @@ def random_rows(rng: random.Random) -> list[tuple[list[int], list[int], ModelInp
     """Returns groups of prompts with 0, 1 or 2 images, in random order."""
     rows = []
     for _ in range(5):
-        prompt, given = random_prompt(rng, rng.randrange(3))
+        prompt, images = random_prompt(rng, rng.randrange(3))
         for _ in range(rng.randrange(1, 4)):
             # Responses may contain placeholder ids, which are ordinary tokens there.
             response = [rng.randrange(3, 64) for _ in range(rng.randrange(1, 8))]
-            rows.append((prompt, response, given))
+            rows.append((prompt, response, images))
     rng.shuffle(rows)
     return rows
 
@@ -114,26 +118,26 @@ def random_conversation(
         shared_seed: Conversations with the same seed share a prefix: the policy has few possible answers,
             and an observation is a function of the response before it.
     """
-    tokens, given = prompt
-    response, own, runs = list[int](), dict[int, ModelInputs](), list[tuple[int, int]]()
-    num_images = len(given.tensors.get("image_places", ()))
+    tokens, images = prompt
+    response, turn_images, runs = list[int](), dict[int, ModelInputs](), list[tuple[int, int]]()
+    num_images = len(images.tensors.get("image_places", ()))
     for _ in range(rng.randrange(1, 4)):
         if shared_seed is None:
-            said, world = [rng.randrange(3, 64) for _ in range(rng.randrange(1, 6))], rng
+            sampled_ids, world = [rng.randrange(3, 64) for _ in range(rng.randrange(1, 6))], rng
         else:
-            said = [7, *[rng.randrange(3, 5)] * rng.randrange(1, 3)]
-            world = random.Random(f"{shared_seed} {response} {said}")
-        place = len(tokens) + len(response) + len(said)
-        seen, inputs = random_prompt(
+            sampled_ids = [7, *[rng.randrange(3, 5)] * rng.randrange(1, 3)]
+            world = random.Random(f"{shared_seed} {response} {sampled_ids}")
+        place = len(tokens) + len(response) + len(sampled_ids)
+        observed_ids, inputs = random_prompt(
             world, world.randrange(3), num_tokens=place, num_earlier=num_images
         )
         num_images += len(inputs.tensors.get("image_places", ()))
         # The text after the images may differ between conversations.
-        seen.append(rng.randrange(3, 59 if shared_seed is None else 5))
-        response += [*said, *seen]
-        runs += [(0, len(said)), (TOOL_VERSION, len(seen))]
-        own[place] = inputs
-    return Conversation(tokens, [*response, 5, 6], given, own, (*runs, (0, 2)))
+        observed_ids.append(rng.randrange(3, 59 if shared_seed is None else 5))
+        response += [*sampled_ids, *observed_ids]
+        runs += [(0, len(sampled_ids)), (TOOL_VERSION, len(observed_ids))]
+        turn_images[place] = inputs
+    return Conversation(tokens, [*response, 5, 6], images, turn_images, (*runs, (0, 2)))
 
 
 @pytest.mark.parametrize("num_packs", [2, pytest.param(200, marks=pytest.mark.nightly)])
@@ -150,17 +154,19 @@ def test_images_of_observations_are_computed_as_by_the_whole_model(
             prompt = random_prompt(rng, rng.randrange(3))
             groups += [random_conversation(rng, prompt) for _ in range(rng.randrange(1, 4))]
         further = [random_conversation(rng, random_prompt(rng, rng.randrange(3))) for _ in groups]
-        fields, given = stored(list(zip(groups, further, strict=True)))
+        fields, images = stored(list(zip(groups, further, strict=True)))
         sequences = sequences_of(fields)
         packed = pack(
             sequences.prompts,
             sequences.responses,
             device=CPU,
             shares_prefixes=seed % 2 == 1,
-            inputs=sequences.inputs_of(given),
+            inputs=sequences.inputs_of(images),
         )
         pairs = zip(groups, further, strict=True)
-        expected = torch.cat([each.logprobs(whole) for pair in pairs for each in pair])
+        expected = torch.cat(
+            [conversation.logprobs(whole) for pair in pairs for conversation in pair]
+        )
         found_errors = errors(loaded, policy(packed)[0], expected, seed=seed)
         worst = list(map(max, worst, found_errors))
         assert max(found_errors) <= 1e-5, f"seed {seed}"
@@ -182,15 +188,17 @@ def test_conversations_share_what_they_have_in_common_with_its_images(
             groups += [random_conversation(rng, prompt, shared_seed=shared) for _ in range(6)]
         rng.shuffle(groups)
         pairs = list(zip(groups, [*groups[1:], groups[0]], strict=True))
-        fields, given = stored(pairs)
+        fields, images = stored(pairs)
         sequences = sequences_of(fields)
-        inputs = sequences.inputs_of(given)
+        inputs = sequences.inputs_of(images)
         packed = pack(
             sequences.prompts, sequences.responses, device=CPU, shares_prefixes=True, inputs=inputs
         )
         plain += sum(len(spans) for spans in inputs)
         computed += len(packed.inputs)
-        expected = torch.cat([each.logprobs(whole) for pair in pairs for each in pair])
+        expected = torch.cat(
+            [conversation.logprobs(whole) for pair in pairs for conversation in pair]
+        )
         found_errors = errors(loaded, policy(packed)[0], expected, seed=seed)
         worst = list(map(max, worst, found_errors))
         assert max(found_errors) <= 1e-5, f"seed {seed}"
@@ -205,25 +213,25 @@ def test_the_tower_computes_each_distinct_image_once(
     whole, model, _ = loaded
     policy, grids = Policy(model, temperature=1.0), []
     tower = model.model.visual
-    own = tower.forward
+    forward = tower.forward
     monkeypatch.setattr(
-        tower, "forward", lambda *a, **k: grids.append(k["grid_thw"]) or own(*a, **k)
+        tower, "forward", lambda *a, **k: grids.append(k["grid_thw"]) or forward(*a, **k)
     )
     rows = []
     for before in ([], [5], [6, 7]):
-        tokens, given = random_prompt(random.Random(4), 2)
-        places = given.tensors["image_places"] + torch.tensor([0, len(before)])
-        moved = ModelInputs.from_values({**given.tensors, "image_places": places})
+        tokens, images = random_prompt(random.Random(4), 2)
+        places = images.tensors["image_places"] + torch.tensor([0, len(before)])
+        moved = ModelInputs.from_values({**images.tensors, "image_places": places})
         rows.append(([*before, *tokens, 8], [9, 10], moved))
     packed = pack(
         Jagged.from_list([torch.tensor(prompt) for prompt, _, _ in rows]),
         Jagged.from_list([torch.tensor(response) for _, response, _ in rows]),
         device=CPU,
         shares_prefixes=True,
-        inputs=prompt_spans([prompt for prompt, _, _ in rows], [each for _, _, each in rows]),
+        inputs=prompt_spans([prompt for prompt, _, _ in rows], [item for _, _, item in rows]),
     )
     logprobs = policy(packed)[0]
-    assert [len(each) for each in grids] == [2]
+    assert [len(item) for item in grids] == [2]
     expected = torch.cat([plain_logprobs(whole, *row) for row in rows])
     assert max(errors(loaded, logprobs, expected, seed=0)) <= 1e-5
 
@@ -257,10 +265,10 @@ def stored(
 def gradients(model: torch.nn.Module, value: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns the gradients of a value, which are zeros for parameters that it does not depend on."""
     named = dict(model.named_parameters())
-    found = torch.autograd.grad(
+    gradients_of_weights = torch.autograd.grad(
         value, list(named.values()), materialize_grads=True, allow_unused=True
     )
-    return dict(zip(named, found, strict=True))
+    return dict(zip(named, gradients_of_weights, strict=True))
 
 
 def test_a_trained_tower_has_gradients_of_zero_without_images(
@@ -271,7 +279,9 @@ def test_a_trained_tower_has_gradients_of_zero_without_images(
     logprobs, _ = Policy(model, temperature=1.0)(pack(rows, rows, device=CPU))
     logprobs.sum().backward()
     tower = dict(model.model.visual.named_parameters())
-    assert all(each.grad is not None and not each.grad.any() for each in tower.values())
+    assert all(
+        parameter.grad is not None and not parameter.grad.any() for parameter in tower.values()
+    )
     assert model.lm_head.weight.grad.any()
 
 
@@ -298,14 +308,14 @@ def test_an_export_has_the_whole_model_with_its_tower(
     equal = {name for name in before if torch.equal(before[name], after[name])}
     assert equal == ({name for name in before if "visual." in name} if is_frozen else set())
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    prompt, given = random_prompt(random.Random(3), 2)
+    prompt, images = random_prompt(random.Random(3), 2)
     packed = pack(
         Jagged.from_list([torch.tensor(prompt)]),
         Jagged.from_list([torch.tensor([5, 6, 7])]),
         device=CPU,
-        inputs=prompt_spans([prompt], [given]),
+        inputs=prompt_spans([prompt], [images]),
     )
-    expected = plain_logprobs(whole, prompt, [5, 6, 7], given)
+    expected = plain_logprobs(whole, prompt, [5, 6, 7], images)
     torch.testing.assert_close(policy(packed)[0], expected, atol=1e-4, rtol=1e-5)
 
 

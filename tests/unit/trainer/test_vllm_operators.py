@@ -51,7 +51,7 @@ def _rotate(
     positions: Tensor, query: Tensor, key: Tensor, size: int, table: Tensor, is_neox: bool
 ) -> None:
     assert is_neox
-    cosines, sines = (each[:, None] for each in table[positions].chunk(2, -1))
+    cosines, sines = (half[:, None] for half in table[positions].chunk(2, -1))
     for states in (query, key):
         assert states.is_contiguous()
         first, second = states.view(len(states), -1, size).chunk(2, -1)
@@ -74,9 +74,9 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Ten
                 (value, keys[row], keys[row + 1]),
             )
         )
-        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        causal = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
         output[queries[row] : queries[row + 1]] = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, scale=options["softmax_scale"], enable_gqa=True
+            q, k, v, attn_mask=causal, scale=options["softmax_scale"], enable_gqa=True
         ).transpose(0, 1)
     return output
 
@@ -124,9 +124,9 @@ def test_scores_and_gradients_are_those_of_the_ordinary_operators(
     family: str, shares_prefixes: bool
 ) -> None:
     subject = Subject({"model_type": family, **_SHAPE, **_FAMILIES[family]})
-    given = groups(8, tokens=20, vocabulary=301, context=30)
+    requests = groups(8, tokens=20, vocabulary=301, context=30)
     packed = subject.packed(
-        given, decoded(subject.batch(), given, running=8), shares_prefixes=shares_prefixes
+        requests, decoded(subject.batch(), requests, running=8), shares_prefixes=shares_prefixes
     )
     scores, gradients = zip(
         *(trained(subject, packed, engine) for engine in ("vllm", None)), strict=True
@@ -152,8 +152,10 @@ def test_every_operator_of_a_layer_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     counting = replace(_STANDS_IN, **{name: counted(name) for name in names})
     monkeypatch.setattr(vllm_operators, "_vllm", lambda: counting)
     subject = Subject({"model_type": "qwen3", **_SHAPE})
-    given = groups(4, tokens=5, vocabulary=301, context=5)
-    packed = subject.packed(given, decoded(subject.batch(), given, running=4), shares_prefixes=True)
+    requests = groups(4, tokens=5, vocabulary=301, context=5)
+    packed = subject.packed(
+        requests, decoded(subject.batch(), requests, running=4), shares_prefixes=True
+    )
     with torch.no_grad():
         subject.policy("vllm")(packed)
     # Two layers have seven products and four norms each, and the model has a last norm and a head.

@@ -17,8 +17,8 @@ def cases(file: str) -> list[Any]:
 
 
 def case(file: str, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    found = next(item for item in cases(file) if item["name"] == name)
-    return found["inputs"], found["expected"]
+    vector = next(item for item in cases(file) if item["name"] == name)
+    return vector["inputs"], vector["expected"]
 
 
 def flat(rows: Any) -> Tensor:
@@ -34,16 +34,16 @@ def segments_of(rows: list[list[float]]) -> Segments:
 
 
 def groups_of(names: list[str]) -> Tensor:
-    known = list(dict.fromkeys(names))
-    return torch.tensor([known.index(name) for name in names])
+    distinct_names = list(dict.fromkeys(names))
+    return torch.tensor([distinct_names.index(name) for name in names])
 
 
 def assert_close(actual: Tensor, expected: Any, mask: Tensor | None = None) -> None:
-    wanted = (
+    expected_values = (
         flat(expected)
         if isinstance(expected, list)
         else torch.tensor(float(expected), dtype=torch.float64)
     )
     if mask is not None:
-        actual, wanted = actual[mask], wanted[mask]
-    torch.testing.assert_close(actual.double(), wanted.double(), rtol=1e-9, atol=1e-9)
+        actual, expected_values = actual[mask], expected_values[mask]
+    torch.testing.assert_close(actual.double(), expected_values.double(), rtol=1e-9, atol=1e-9)

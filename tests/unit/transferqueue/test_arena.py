@@ -21,7 +21,7 @@ def arena() -> Iterator[Arena]:
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 9000)), max_size=60))
 def test_ranges_never_overlap_and_all_memory_is_freed(steps: list[tuple[bool, int]]) -> None:
     arena = Arena(1 << 16)
-    taken: dict[int, int] = {}
+    allocated: dict[int, int] = {}
     for is_allocation, number in steps:
         if is_allocation:
             start = arena.allocate(number)
@@ -29,13 +29,13 @@ def test_ranges_never_overlap_and_all_memory_is_freed(steps: list[tuple[bool, in
                 continue
             assert start % 64 == 0
             end = start + aligned(number)
-            assert all(end <= s or start >= s + aligned(n) for s, n in taken.items())
-            taken[start] = number
-        elif taken:
-            start = sorted(taken)[number % len(taken)]
-            arena.free(start, taken.pop(start))
-        assert arena.used_bytes == sum(map(aligned, taken.values()))
-    for start, size in taken.items():
+            assert all(end <= s or start >= s + aligned(n) for s, n in allocated.items())
+            allocated[start] = number
+        elif allocated:
+            start = sorted(allocated)[number % len(allocated)]
+            arena.free(start, allocated.pop(start))
+        assert arena.used_bytes == sum(map(aligned, allocated.values()))
+    for start, size in allocated.items():
         arena.free(start, size)
     assert arena.allocate(1 << 16) == 0
     arena.close()

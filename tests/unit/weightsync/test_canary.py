@@ -17,8 +17,8 @@ def test_the_difference_is_the_mean_of_absolute_differences():
 
 
 def test_incomparable_canaries_differ_infinitely():
-    for one, other in (([], []), ([1.0], []), ([math.nan], [1.0])):
-        assert difference(one, other) == math.inf
+    for first, other in (([], []), ([1.0], []), ([math.nan], [1.0])):
+        assert difference(first, other) == math.inf
 
 
 def test_half_precision_is_allowed_more_than_full():

@@ -50,7 +50,9 @@ def test_holders_divide_their_tensors_among_themselves():
         (WeightShard(1, 0, 2), WeightShard(2, 3, 4)),
     )
     other = (replace(tensors[0], holders=(1, 0)), *tensors[1:])
-    hashes = {make_plan(each, 1 << 20, row_shards(each, 4)).plan_hash for each in (tensors, other)}
+    hashes = {
+        make_plan(layout, 1 << 20, row_shards(layout, 4)).plan_hash for layout in (tensors, other)
+    }
     assert len(hashes) == 2
 
 

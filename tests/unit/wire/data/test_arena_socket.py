@@ -10,9 +10,9 @@ LONG_AGO = (0, 0)
 
 async def test_stale_sockets_are_removed_at_the_next_start(tmp_path):
     def bound(name: str) -> socket.socket:
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        made.bind(str(tmp_path / name))
-        return made
+        bound_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        bound_socket.bind(str(tmp_path / name))
+        return bound_socket
 
     dead, new, living = (bound(f"slipstream-{name}.sock") for name in ("dead", "new", "living"))
     other = bound("other.sock")
@@ -23,9 +23,9 @@ async def test_stale_sockets_are_removed_at_the_next_start(tmp_path):
     os.utime(tmp_path / "slipstream-file.sock", LONG_AGO)
     for closed in (dead, new, other):
         closed.close()
-    own = tmp_path / "slipstream-own.sock"
-    with serve_arena(own, instance_id="own", fd=0, accept_client=lambda peer: None):
+    own_socket = tmp_path / "slipstream-own.sock"
+    with serve_arena(own_socket, instance_id="own", fd=0, accept_client=lambda peer: None):
         left = sorted(path.stem for path in tmp_path.iterdir())
     assert left == ["other", *(f"slipstream-{name}" for name in ("file", "living", "new", "own"))]
-    assert not own.exists()
+    assert not own_socket.exists()
     living.close()

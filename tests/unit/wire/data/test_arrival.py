@@ -26,10 +26,10 @@ def frames(*sizes: int) -> list[memoryview]:
 @pytest.mark.parametrize("sizes", [(40,), (25, 15), (1, 30, 9), (10, 0, 10, 10, 10)])
 def test_bytes_come_to_their_places_however_they_are_cut(sizes: tuple[int, ...]) -> None:
     target = bytearray(100)
-    one = arrival(target, with_checksum=True)
+    read = arrival(target, with_checksum=True)
     for frame in frames(*sizes):
-        one.copy_frames([frame])
-    assert one.digests(LAST) == [codec.checksum(DATA[:25]), codec.checksum(DATA[25:])]
+        read.copy_frames([frame])
+    assert read.digests(LAST) == [codec.checksum(DATA[:25]), codec.checksum(DATA[25:])]
     assert (target[64:89], target[:15]) == (DATA[:25], DATA[25:])
     assert not any(target[15:64]) and not any(target[89:])
 
@@ -47,16 +47,16 @@ def test_bytes_come_to_their_places_however_they_are_cut(sizes: tuple[int, ...])
 def test_a_read_with_a_wrong_checksum_is_an_error(
     sizes: tuple[int, ...], answer: codec.Response
 ) -> None:
-    one = arrival(bytearray(100), with_checksum=True)
-    one.copy_frames(frames(*sizes))
+    read = arrival(bytearray(100), with_checksum=True)
+    read.copy_frames(frames(*sizes))
     with pytest.raises(DataLossError):
-        one.digests(answer)
+        read.digests(answer)
 
 
 def test_more_than_was_asked_for_is_an_error_and_harms_nothing() -> None:
     target = bytearray(100)
-    one = arrival(target)
-    one.copy_frames([*frames(40), memoryview(b"more")])
+    read = arrival(target)
+    read.copy_frames([*frames(40), memoryview(b"more")])
     with pytest.raises(DataLossError):
-        one.digests(LAST)
+        read.digests(LAST)
     assert target[15:19] == bytes(4)

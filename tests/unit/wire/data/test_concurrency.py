@@ -17,15 +17,15 @@ async def test_results_come_in_the_order_of_the_items() -> None:
 async def test_the_first_error_ends_the_work_and_is_raised_as_it_is(
     error: type[Exception],
 ) -> None:
-    seen: list[int] = []
+    numbers: list[int] = []
 
     def fail(number: int) -> None:
-        seen.append(number)
+        numbers.append(number)
         raise error(number)
 
     with pytest.raises(error):
         await map_in_threads(fail, range(100))
-    assert len(seen) <= NUM_THREADS
+    assert len(numbers) <= NUM_THREADS
 
 
 async def test_cancelled_work_has_ended_when_the_caller_continues() -> None:

@@ -29,9 +29,9 @@ class FakeChannel:
 
 
 def connection() -> tuple[ShardConnection, FakeChannel]:
-    made, channel = ShardConnection(SHARD), FakeChannel()
-    made._channel = channel
-    return made, channel
+    shard_connection, channel = ShardConnection(SHARD), FakeChannel()
+    shard_connection._channel = channel
+    return shard_connection, channel
 
 
 def answer(to: ShardConnection, message: codec.Response, request_id: int) -> None:

@@ -45,25 +45,25 @@ async def test_messages_arrive_whole_and_in_order() -> None:
 
 
 async def test_a_message_cut_anywhere_waits_for_its_rest() -> None:
-    ours, theirs = socket.socketpair()
+    near_end, far_end = socket.socketpair()
     receiver = End()
-    await receiver.attach(theirs)
+    await receiver.attach(far_end)
     data = struct.pack("<Iq", 6, 4) + b"headerdata"
     for index in range(len(data)):
         assert receiver.messages.empty()
-        ours.send(data[index : index + 1])
+        near_end.send(data[index : index + 1])
         await asyncio.sleep(0)
     assert await receiver.messages.get() == [b"header", b"data"]
-    ours.close()
+    near_end.close()
     assert await receiver.ended is False
 
 
 async def test_lengths_above_the_limits_end_the_connection_before_anything_is_allocated() -> None:
     for header_size, payload_size in ((MAX_HEADER_BYTES + 1, -1), (8, 1 << 62), (8, -2)):
-        ours, theirs = socket.socketpair()
+        near_end, far_end = socket.socketpair()
         receiver = End()
-        await receiver.attach(theirs)
-        ours.send(struct.pack("<Iq", header_size, payload_size) + b"rest")
+        await receiver.attach(far_end)
+        near_end.send(struct.pack("<Iq", header_size, payload_size) + b"rest")
         assert await receiver.ended is True
         assert receiver.messages.empty()
-        ours.close()
+        near_end.close()

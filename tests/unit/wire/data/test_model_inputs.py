@@ -20,15 +20,15 @@ TENSORS = {
 
 
 def test_a_bundle_round_trips_with_its_digest() -> None:
-    given = ModelInputs.from_values(TENSORS)
+    bundle = ModelInputs.from_values(TENSORS)
     # Rows of a batch are concatenated, so a row's bytes may have any alignment.
-    stored = torch.cat([torch.zeros(3, dtype=torch.uint8), given.encoded])[3:]
-    found = ModelInputs.from_encoded(stored)
-    assert found.digest == given.digest
-    assert found.tensors.keys() == TENSORS.keys()
+    stored = torch.cat([torch.zeros(3, dtype=torch.uint8), bundle.encoded])[3:]
+    decoded_bundle = ModelInputs.from_encoded(stored)
+    assert decoded_bundle.digest == bundle.digest
+    assert decoded_bundle.tensors.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
-        assert found.tensors[name].dtype == tensor.dtype
-        assert torch.equal(found.tensors[name], tensor)
+        assert decoded_bundle.tensors[name].dtype == tensor.dtype
+        assert torch.equal(decoded_bundle.tensors[name], tensor)
 
 
 def test_arrays_and_lists_are_tensors_too() -> None:
@@ -52,14 +52,14 @@ def test_the_digest_depends_on_names_types_shapes_and_values_and_not_on_the_orde
         {"a": zeros, "b": zeros},
     ]
     assert len({ModelInputs.from_values(bundle).digest for bundle in bundles}) == len(bundles)
-    one, other = ({"a": zeros, "b": zeros + 1}, {"b": zeros + 1, "a": zeros})
-    assert ModelInputs.from_values(one).digest == ModelInputs.from_values(other).digest
+    first, other = ({"a": zeros, "b": zeros + 1}, {"b": zeros + 1, "a": zeros})
+    assert ModelInputs.from_values(first).digest == ModelInputs.from_values(other).digest
 
 
 @pytest.mark.parametrize("values", [None, {}])
 def test_a_prompt_without_inputs_has_an_empty_bundle(values: object) -> None:
-    found = ModelInputs.from_values(values)
-    assert (dict(found.tensors), len(found.encoded), found.digest) == ({}, 0, "")
+    bundle = ModelInputs.from_values(values)
+    assert (dict(bundle.tensors), len(bundle.encoded), bundle.digest) == ({}, 0, "")
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ def test_a_model_gets_only_what_its_forward_pass_names() -> None:
 
 def test_bundles_are_concatenated_in_order_and_must_agree() -> None:
     model = feature_model().model
-    one, other = features(1, 2), features(2, 3)
-    joined = model_arguments(model, [one, ModelInputs.from_values(None), other], CPU)
-    expected = torch.cat([one.tensors["features"], other.tensors["features"]])
+    first, other = features(1, 2), features(2, 3)
+    joined = model_arguments(model, [first, ModelInputs.from_values(None), other], CPU)
+    expected = torch.cat([first.tensors["features"], other.tensors["features"]])
     assert torch.equal(joined["features"], expected)
     assert model_arguments(model, [], CPU) == {}
     wider = ModelInputs.from_values({"features": torch.zeros(1, 7)})
     with pytest.raises(InvalidArgumentError, match="features"):
-        model_arguments(model, [one, wider], CPU)
+        model_arguments(model, [first, wider], CPU)
