@@ -11,8 +11,9 @@ no fallback. bubblewrap cannot replace the filter: few containers may create use
 
 import ctypes
 import errno
-import platform
+import os
 import struct
+import sys
 from collections.abc import Sequence
 
 from services.extras.bubblewrap.system_calls import (
@@ -47,7 +48,7 @@ class _Program(ctypes.Structure):
 
 def is_supported() -> bool:
     """Returns True if this host can install the filter."""
-    return platform.system() == "Linux" and platform.machine() in MACHINES
+    return sys.platform == "linux" and os.uname().machine in MACHINES
 
 
 def build_filter(machine: str) -> bytes:
@@ -113,7 +114,7 @@ def install() -> None:
         OSError: If the kernel refuses it.
     """
     library = ctypes.CDLL(None, use_errno=True)
-    instructions = build_filter(platform.machine())
+    instructions = build_filter(os.uname().machine)
     program = _Program(len(instructions) // 8, instructions)
     for call in (
         (_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),

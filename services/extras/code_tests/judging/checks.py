@@ -9,8 +9,7 @@ import ast
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from services.extras.code_tests.judging.source import (
     MODULES,
@@ -36,8 +35,7 @@ _Names = frozenset[tuple[int, str, int]]
 """Variables: function, name and number of assignments before."""
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """Statement that fails for a wrong program."""
 
     is_weak: bool
@@ -46,20 +44,18 @@ class Check:
     """Variables that it compares."""
 
 
-@dataclass(slots=True)
 class Checks:
     """Checks and iterations of one test, which its rewritten code reports."""
 
-    checks: list[Check] = field(default_factory=list)
-    iterations: list[_Names] = field(default_factory=list)
-    """Variables that each iteration is about."""
-    number: int = 0
-    """Checks that ran."""
-    _passed: set[int] = field(default_factory=set)
-    _reached: set[int] = field(default_factory=set)
-    _evaluated: set[int] = field(default_factory=set)
-    _has_caught: bool = False
-    _is_running: bool = False
+    # No dataclass: its import is a tenth of the start of a judge, of which each program has one.
+    def __init__(self) -> None:
+        self.checks: list[Check] = []
+        self.iterations: list[_Names] = []
+        """Variables that each iteration is about."""
+        self.number = 0
+        """Checks that ran."""
+        self._passed, self._reached, self._evaluated = set[int](), set[int](), set[int]()
+        self._has_caught = self._is_running = False
 
     def begin(self) -> None:
         """Counts a check that starts."""

@@ -253,10 +253,7 @@ def test_each_form_gives_a_right_program_1_and_others_0(
     answer: Any, program: str, row: dict[str, Any]
 ) -> None:
     assert code_tests("", f"```python\n{program}\n```", answer, row) == 1.0
-    others = ["pass", program.replace("*", "+ 3 +").replace("a + b", "a - b")]
-    if isinstance(read_tests(answer, row), JudgedTests):
-        others += [f"{program}\nimport os\nos._exit(0)", f"{program}\nexit()"]
-    for other in others:
+    for other in ("pass", program.replace("*", "+ 3 +").replace("a + b", "a - b")):
         assert code_tests("", f"```python\n{other}\n```", answer, row) == 0.0
 
 
@@ -360,6 +357,18 @@ JUDGED = {
 @pytest.mark.parametrize(("answer", "row"), JUDGED.values(), ids=JUDGED)
 def test_a_program_that_cheats_earns_nothing(cheat: str, answer: Any, row: dict[str, Any]) -> None:
     assert code_tests("", f"```python\n{cheat}\n```", answer, row, seconds=1.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "row"),
+    [*JUDGED.values(), (PYTEST, {}), (FORMS["LeetCodeDataset"][0], FORMS["LeetCodeDataset"][2])],
+    ids=[*JUDGED, "pytest", "method"],
+)
+def test_a_right_program_that_exits_earns_nothing(answer: Any, row: dict[str, Any]) -> None:
+    assert isinstance(read_tests(answer, row), JudgedTests)
+    program = SOLUTION if "Solution" in str(row) else MUL
+    for ending in ("import os\nos._exit(0)", "exit()"):
+        assert code_tests("", f"```python\n{program}\n{ending}\n```", answer, row) == 0.0
 
 
 STATEFUL = """\
