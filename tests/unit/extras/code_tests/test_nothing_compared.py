@@ -138,7 +138,7 @@ VACUOUS = {
 }
 
 
-@pytest.mark.parametrize(("number", "tests"), enumerate(VACUOUS.values()), ids=VACUOUS)
+@pytest.mark.parametrize(("number", "tests"), [*enumerate(VACUOUS.values())], ids=VACUOUS)
 def test_an_empty_result_earns_nothing(number: int, tests: str) -> None:
     """Each with an empty list and one of the other empty results."""
     tests = EXPECTED + tests
