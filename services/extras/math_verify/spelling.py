@@ -290,7 +290,7 @@ def has_changed_number(answer: str) -> bool:
 
 
 def has_changed_last_number(line: str) -> bool:
-    """Returns True if words beside the last number of a line deny or change it."""
+    """Returns True if words next to the last number of a line deny or change it."""
     return bool(_CHANGED_LAST_NUMBER.search(line))
 
 
