@@ -12,17 +12,18 @@ from pydantic import Field
 
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.base import AtLeastOne, PositiveSeconds
-from services.extras.multi_turn.templates import check_offered_tools, check_tool_results
+from services.extras.multi_turn.templates import (
+    ToolCallAndResult,
+    ToolRound,
+    check_offered_tools,
+    check_tool_results,
+    tool_result_ids,
+)
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.images import has_images, with_parts
 from services.rollout.data.prompts import Prompt
 from services.rollout.failures import CallError, GroupError
 from services.rollout.workflows.base import Episode, WorkflowResources
-from services.rollout.workflows.chat_turns import (
-    ToolCallAndResult,
-    ToolRound,
-    tool_result_ids,
-)
 from services.rollout.workflows.reply_formats import ParsedCall, check_tool_format, reply_format
 from services.rollout.workflows.turns import Turn
 

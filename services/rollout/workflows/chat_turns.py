@@ -7,32 +7,11 @@ turn, contains the new messages and opens the next turn. The reply itself is nev
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from services.common.models.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCallAndResult:
-    """One tool call and its result."""
-
-    name: str
-    """Name of the tool."""
-    result: str | Sequence[Mapping[str, Any]]
-    """Text that the tool returned, or parts of a message if it returned images."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolRound:
-    """One reply with tool calls, and their results."""
-
-    reply: str
-    """Text of the reply, including the calls."""
-    calls: tuple[ToolCallAndResult, ...]
-    """The calls in order; at least one."""
 
 
 def following_ids(
@@ -75,27 +54,6 @@ def following_ids(
     raise ValueError(problem)
 
 
-def tool_result_ids(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    rounds: Sequence[ToolRound],
-    tools: Sequence[Message] = (),
-    *,
-    last_id: int | None,
-) -> list[int]:
-    """Returns the token ids of the last round's results, up to the start of the next reply.
-
-    Args:
-        rounds: All rounds so far; the policy sampled the replies.
-
-    Raises:
-        ValueError: If the chat template cannot render the results.
-    """
-    mark = secrets.token_hex(12)
-    chats = tool_chats(messages, rounds, mark)
-    return following_ids(tokenizer, chats, tools, mark=mark, last_id=last_id)
-
-
 def kept_marks(tokenizer: Tokenizer) -> str:
     """Returns the text that opens an answer in a prompt and is missing before earlier answers.
 
@@ -134,31 +92,6 @@ def plain_role_marks(tokenizer: Tokenizer) -> list[str]:
     if openers & {*before} and openers & {*between[0]}:
         return []
     return [mark for ids in reversed(between) if (mark := tokenizer.decode(ids).strip())]
-
-
-def tool_chats(
-    messages: Sequence[Message], rounds: Sequence[ToolRound], mark: str
-) -> list[list[Message]]:
-    """Returns the chat with calls as text, and with calls as the fields that some templates need."""
-    as_text, as_fields = [*messages], [*messages]
-    for number, example in enumerate(rounds):
-        is_last = number == len(rounds) - 1
-        # Mistral's templates require ids of nine letters or digits.
-        ids = [f"{number:05}{index:04}" for index in range(len(example.calls))]
-        names = [call.name for call in example.calls]
-        if is_last:
-            names[-1] = mark
-        results: list[Message] = [
-            {"role": "tool", "name": call.name, "tool_call_id": id_, "content": call.result}
-            for id_, call in zip(ids, example.calls, strict=True)
-        ]
-        as_text += [{"role": "assistant", "content": mark if is_last else example.reply}, *results]
-        calls = [
-            {"id": id_, "type": "function", "function": {"name": name, "arguments": {}}}
-            for id_, name in zip(ids, names, strict=True)
-        ]
-        as_fields += [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
-    return [as_text, as_fields]
 
 
 def after_mark(text: str, mark: str) -> str:

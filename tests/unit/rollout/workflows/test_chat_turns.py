@@ -9,15 +9,13 @@ from transformers import PreTrainedTokenizerFast
 
 from services.common.models.made_tokenizers import EOS, PAD, make_builtin_tokenizer
 from services.common.models.tokenizer import Tokenizer
-from services.extras.multi_turn.templates import check_tool_results
-from services.rollout.workflows.chat_turns import (
+from services.extras.multi_turn.templates import (
     ToolCallAndResult,
     ToolRound,
-    following_ids,
-    kept_marks,
-    plain_role_marks,
+    check_tool_results,
     tool_result_ids,
 )
+from services.rollout.workflows.chat_turns import following_ids, kept_marks, plain_role_marks
 from tests.helpers.chat_families import FAMILIES, Family, family_tokenizer
 
 CHATML = """\
