@@ -136,8 +136,7 @@ class KubernetesLauncher(LauncherDefaults):
             FailedPreconditionError: If Kubernetes refuses an object; the message has its explanation.
         """
         templates = await self._load_templates(run_id)
-        apis = (self._api, *self.neighbours) if templates.is_on_node_network else ()
-        pods_of_others = [pod for api in apis for pod in await api.list(RUN_LABEL)]
+        pods_of_others = await self._node_network_pods() if templates.is_on_node_network else ()
         bodies = build_pods(
             templates,
             run_id,
@@ -176,6 +175,19 @@ class KubernetesLauncher(LauncherDefaults):
                     or not any(self._is_awaited(pod, pods) for pod in pods.values())
                 )
             )
+
+    async def _node_network_pods(self) -> list[Pod]:
+        """Returns the pods of all runs, whose ports on a node's network a new pod may not use.
+
+        A namespace that refuses the controller, as after its deletion, holds up its own project only.
+        """
+        pods = list(await self._api.list(RUN_LABEL))
+        for api in self.neighbours:
+            try:
+                pods += await api.list(RUN_LABEL)
+            except (FailedPreconditionError, NotFoundError) as error:
+                logger.warning("cannot look for ports in use", extra={"error": error.message})
+        return pods
 
     async def has_pods(self, run_id: str) -> bool:
         return bool(await self._api.list(f"{RUN_LABEL}={run_id}"))

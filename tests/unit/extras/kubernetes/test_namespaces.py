@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common.errors import FailedPreconditionError, UnavailableError
+from services.common.errors import (
+    FailedPreconditionError,
+    NotFoundError,
+    ServiceError,
+    UnavailableError,
+)
 from services.extras.kubernetes.drain import NodeDrains
 from services.extras.kubernetes.launcher import KubernetesLauncher
 from services.extras.kubernetes.namespaces import NamespaceLaunchers
@@ -53,6 +58,13 @@ class Installation:
 
     def places(self) -> dict[str, set[str]]:
         return {namespace: set(cluster.pods) for namespace, cluster in self.pods.items()}
+
+    def share_node_network(self) -> None:
+        """Writes templates whose pods share the network of their node."""
+        for file in self.folder.glob("*.yaml"):
+            template = yaml.safe_load(file.read_text())
+            template["spec"]["hostNetwork"] = True
+            file.write_text(yaml.safe_dump(template))
 
 
 @pytest.fixture
@@ -153,6 +165,25 @@ async def test_pods_of_every_namespace_leave_a_drained_node(installation: Instal
     assert cluster.evictable == [TRAINER]
 
 
+@pytest.mark.parametrize("error", [FailedPreconditionError, NotFoundError])
+async def test_a_deleted_namespace_holds_up_no_run_on_the_network_of_nodes(
+    installation: Installation, monkeypatch: pytest.MonkeyPatch, error: type[ServiceError]
+) -> None:
+    async def refused(selector: str) -> list[dict[str, Any]]:
+        raise error("Kubernetes refused list of pods")
+
+    launcher = installation.launchers[SHARED]
+    launcher.neighbours = [installation.pods[VISION]]
+    monkeypatch.setattr(installation.pods[VISION], "list", refused)
+    installation.share_node_network()
+    await launcher.start(RUN, SPEC)
+    assert installation.places()[SHARED] == {TRAINER, ROLLOUT}
+    # Its own namespace tells a run why it cannot start.
+    monkeypatch.setattr(installation.pods[SHARED], "list", refused)
+    with pytest.raises(error):
+        await launcher.start(RUN, SPEC)
+
+
 async def test_runs_of_two_namespaces_share_no_port_of_a_node(installation: Installation) -> None:
     """With the nodes' network, the ports of the other namespace's pods are taken."""
     annotation = "slipstream.dev/node-ports"
@@ -162,10 +193,7 @@ async def test_runs_of_two_namespaces_share_no_port_of_a_node(installation: Inst
         launcher.neighbours = [
             cluster for name, cluster in installation.pods.items() if name != namespace
         ]
-        for file in installation.folder.glob("*.yaml"):
-            template = yaml.safe_load(file.read_text())
-            template["spec"]["hostNetwork"] = True
-            file.write_text(yaml.safe_dump(template))
+        installation.share_node_network()
         # The same run in both, so that both begin to search at the same port.
         await launcher.start(RUN, SPEC)
     taken = [
