@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from services.common.errors import NotFoundError
+from services.common.errors import FailedPreconditionError, NotFoundError
 from services.common.stores import FetchKind, Report
 from services.extras.objects.connection import ObjectFolder, StoredObject
 from services.extras.objects.layout import download_checkpoint, read_manifest
@@ -39,6 +39,11 @@ def fetch(url: str, kind: FetchKind, *, cache: Path, report: Report) -> Path:
     url = url.rstrip("/")
     parent, _, name = url.rpartition("/")
     has_parent = not parent.endswith("/")
+    if kind in ("file", "checkpoint", "record") and not has_parent:
+        raise FailedPreconditionError(
+            f"{url} names a bucket, expected a {kind} in it; use a URL such as {url}/folder/name",
+            url=url,
+        )
     root = cache / _digest(url)
     root.mkdir(parents=True, exist_ok=True)
     if kind == "checkpoint":

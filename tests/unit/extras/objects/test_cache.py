@@ -18,7 +18,7 @@ from services.common.errors import (
 )
 from services.common.local_copies import with_local_copies
 from services.common.runspec.run import RunSpec
-from services.common.stores import fetch, join_url, upload
+from services.common.stores import FetchKind, fetch, join_url, upload
 from services.extras.objects import connection, transfers
 from services.extras.objects.connection import ObjectFolder
 from tests.helpers.batches import spec_of
@@ -115,7 +115,7 @@ def test_an_object_that_changes_during_its_download_is_no_copy(bucket: str, tmp_
 FETCH = """
 import sys
 from pathlib import Path
-from services.common.stores import fetch
+from services.common.stores import FetchKind, fetch
 from services.extras.objects.connection import ObjectFolder
 download = ObjectFolder._download_piece
 def stopped(self, stored, file, start):
@@ -214,6 +214,12 @@ def test_a_missing_object_names_its_key(bucket: str, tmp_path: Path) -> None:
     document["data"]["train"]["path"] = join_url(bucket, "rows.jsonl")
     with pytest.raises(ValueError, match=r"^data\.train\.path: .*rows\.jsonl does not exist"):
         with_local_copies(RunSpec.model_validate(document), cache=tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["file", "checkpoint", "record"])
+def test_a_bucket_is_no_object(bucket: str, tmp_path: Path, kind: FetchKind) -> None:
+    with pytest.raises(FailedPreconditionError, match=f"{bucket} names a bucket"):
+        fetch(bucket, kind, cache=tmp_path)
 
 
 def test_a_folder_is_uploaded_to_an_empty_url_only(
