@@ -143,6 +143,25 @@ class StoreFolder(Protocol):
         """Deletes objects; those that do not exist are ignored."""
 
 
+class StoredSamples(Protocol):
+    """Samples of one run in an object store, as the file of its transferqueue has them."""
+
+    def follow(self, path: Path, *, max_bytes: int, max_steps: int) -> None:
+        """Uploads what a file has and gets, in the background; a further call only sets the limits."""
+
+    def finish(self) -> None:
+        """Lets the uploads end with what the file has now, in the background."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until the uploads have ended; after the time, a log message names the cause."""
+
+    def restore(self, path: Path) -> None:
+        """Writes the samples to a new file. Blocks."""
+
+    def delete(self) -> None:
+        """Ends the uploads and deletes the samples. Blocks."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreKind:
     """Entry of the door ``slipstream.stores``: the functions for the URLs of one scheme, as references."""
@@ -157,6 +176,8 @@ class StoreKind:
     folder: str = ""
     """Function of a URL that returns a :class:`StoreFolder`; empty if the store has none, so that it cannot
     have weight versions."""
+    samples: str = ""
+    """Function of a URL that returns :class:`StoredSamples`; empty if the store cannot have samples."""
     extra: str
     """Requirement for ``pip install``, for example ``slipstream[objects]``."""
 
@@ -282,6 +303,12 @@ def open_folder(url: str) -> StoreFolder:
     function = _resolved(url, lambda entry: entry.folder)
     folder: StoreFolder = function(url)
     return folder
+
+
+def open_samples(url: str) -> StoredSamples:
+    """Returns the samples of a run below a URL. Connects to nothing; raises as :func:`open_folder`."""
+    samples: StoredSamples = _resolved(url, lambda entry: entry.samples)(url)
+    return samples
 
 
 def _resolved(url: str, reference: Callable[[StoreKind], str]) -> Callable[..., Any]:

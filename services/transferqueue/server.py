@@ -128,7 +128,10 @@ class SampleRecordServicer(pb_grpc.SampleRecordServiceServicer):
         self, request: pb.RecordSamplesRequest, context: Context
     ) -> pb.RecordSamplesResponse:
         await self._keeper.start_recording(
-            request.run_id, max_bytes=request.max_bytes, max_steps=request.max_steps
+            request.run_id,
+            max_bytes=request.max_bytes,
+            max_steps=request.max_steps,
+            directory=request.directory,
         )
         return pb.RecordSamplesResponse()
 
@@ -142,5 +145,5 @@ class SampleRecordServicer(pb_grpc.SampleRecordServiceServicer):
     async def DeleteSampleRecords(
         self, request: pb.DeleteSampleRecordsRequest, context: Context
     ) -> pb.DeleteSampleRecordsResponse:
-        await self._keeper.delete(request.run_id)
+        await self._keeper.delete(request.run_id, request.directory)
         return pb.DeleteSampleRecordsResponse()

@@ -44,10 +44,10 @@ class EmptyQueue:
     async def stats(self):
         return Stats(partitions=(), shards=())
 
-    async def record_samples(self, run_id, *, max_bytes, max_steps):
+    async def record_samples(self, run_id, *, max_bytes, max_steps, directory=""):
         """Does nothing."""
 
-    async def delete_sample_records(self, run_id):
+    async def delete_sample_records(self, run_id, *, directory=""):
         """Does nothing."""
 
     async def read_sample_records(self, run_id, query):

@@ -89,6 +89,7 @@ def test_record_and_samples_are_read_from_the_bucket_after_the_disk_was_lost(
         plumbing,
         tmp_path / "one",
         "record=full",
+        f"samples.directory={bucket}/runs/first/samples",
         f"trainer.checkpoint={{every: 2, directory: {bucket}/runs/first}}",
     )
     assert run.code == 0, run.out + run.err
@@ -106,6 +107,13 @@ def test_record_and_samples_are_read_from_the_bucket_after_the_disk_was_lost(
     assert lines
     assert all(json.loads(line)["id"] for line in lines)
     assert f"wrote {len(lines)} samples" in exported.err
+    (tmp_path / "one" / "samples" / f"{run.folder.name}.db").unlink()
+    for source in (run.folder.name, f"{bucket}/runs/first/samples"):
+        restored = slipstream("samples", source, "--export", str(tmp_path / "all.jsonl"), *state)
+        assert restored.code == 0, restored.out + restored.err
+        assert sorted((tmp_path / "all.jsonl").read_bytes().splitlines()) == sorted(lines)
+    trained = slipstream("samples", f"{bucket}/runs/first/samples", "--step", "2", "--json", *state)
+    assert {json.loads(line)["step"] for line in trained.out.splitlines()} == {2}
     refused = slipstream("samples", run.folder.name, "--export", f"{bucket}-absent/a.jsonl", *state)
     assert refused.code == 1
     assert "absent/a.jsonl" in refused.err

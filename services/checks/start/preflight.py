@@ -670,12 +670,14 @@ def _start(spec: RunSpec) -> Iterator[str]:
         except (ValueError, ServiceError) as error:
             yield f"trainer.checkpoint.start_from: {error}{_weights_alone(checkpoint.start_from)}"
     yield from _weight_store(spec)
-    if checkpoint.directory is not None and is_url(checkpoint.directory):
+    targets = {"trainer.checkpoint": checkpoint.directory, "samples": spec.samples.directory}
+    for key, url in targets.items():
         try:
-            open_checkpoints(checkpoint.directory).check()
+            if is_url(url):
+                open_checkpoints(str(url)).check()
         except ServiceError as error:
-            yield f"trainer.checkpoint.directory: {error.message}"
-    elif checkpoint.directory is not None:
+            yield f"{key}.directory: {error.message}"
+    if checkpoint.directory is not None and not is_url(checkpoint.directory):
         folder = Path(checkpoint.directory).absolute()
         while not os.path.lexists(folder):  # no folder can be created at a dangling link
             folder = folder.parent

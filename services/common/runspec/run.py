@@ -3,7 +3,6 @@
 import hashlib
 import math
 from collections.abc import Mapping
-from pathlib import PurePath
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -19,10 +18,10 @@ from services.common.runspec.pods import PodSpec
 from services.common.runspec.rollout import NEED_ANSWERS, RewardSpec, RolloutSpec
 from services.common.runspec.topology import TopologySpec
 from services.common.runspec.trackers import TrackerSpec
-from services.common.runspec.trainer import CriticSpec, TrainerSpec
+from services.common.runspec.trainer import CriticSpec, FolderPath, TrainerSpec
 from services.common.runspec.weight_modes import MIN_BUCKET_BYTES, MODES, STAGING_SLOTS, TRANSPORTS
 from services.common.runspec.workers import WORKERS, needs_whole_weights
-from services.common.stores import is_url, plain_path
+from services.common.stores import is_url
 
 RECORDERS: Final = References("step_recorders")
 """The recorders of steps by the value of ``record``."""
@@ -106,6 +105,18 @@ class SamplesSpec(SpecPart):
     """Number of newest steps whose samples are kept. 0 sets no limit besides ``max_bytes``."""
     max_bytes: int = Field(256 << 20, ge=1 << 20)
     """Max bytes of kept samples on the transferqueue's disk; the oldest are deleted first."""
+    directory: FolderPath | None = None
+    """URL in an object store, such as ``s3://bucket/folder``, to which the samples are uploaded while
+    training continues. null keeps them on the transferqueue's disk only."""
+
+    @field_validator("directory")
+    @classmethod
+    def _is_a_url(cls, value: str | None) -> str | None:
+        if value and not is_url(value):
+            raise ValueError(
+                f"must be a URL of an object store, such as s3://bucket/folder, got {value!r}"
+            )
+        return value
 
     def records_group(self, group_id: str, *, prompts_per_step: int) -> bool:
         """Returns True if the samples of a group are kept; all processes decide alike."""
@@ -129,7 +140,7 @@ def _is_drawn(name: str, fraction: float) -> bool:
 class WeightStorageSpec(SpecPart):
     """Folder or object store through which weight versions reach the rollouts."""
 
-    directory: str = Field(min_length=1)
+    directory: Annotated[FolderPath, Field(min_length=1)]
     """Folder of the versions, which trainer and rollouts see under the same path, or a URL such as
     ``s3://bucket/folder``. Each run has its own folder in it."""
     keep: int = Field(4, ge=2)
@@ -138,13 +149,6 @@ class WeightStorageSpec(SpecPart):
     """Max seconds during which the store may fail, for the trainer or for one rollout; then the run
     restarts its loops with the first cause. Training continues meanwhile as far as
     ``algorithm.max_staleness`` allows."""
-
-    @field_validator("directory")
-    @classmethod
-    def _normalize(cls, value: str) -> str:
-        """Removes the slash at the end."""
-        value = plain_path(value)
-        return value.rstrip("/") if is_url(value) else str(PurePath(value))
 
 
 class WeightSyncSpec(SpecPart):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from services.common.doors import Door, References
 from services.common.runspec.base import MAX_SECONDS, NameIn, SpecPart
@@ -47,6 +47,16 @@ HOST_OPTIMIZERS: Final = References("host_optimizers")
 ADAMW: Final = OptimizerKind(
     make="services.trainer.engines.fsdp.optim:fused_adamw", takes_parts=True
 )
+
+
+def _normalized(path: str) -> str:
+    """Removes what does not change a path or URL, as a slash at its end: paths are compared."""
+    path = plain_path(path)
+    return path.rstrip("/") if is_url(path) or not path else str(PurePath(path))
+
+
+FolderPath = Annotated[str, AfterValidator(_normalized)]
+"""Path of a folder, or its URL."""
 
 
 class OptimizerSpec(SpecPart):
@@ -162,24 +172,15 @@ class CheckpointSpec(SpecPart):
     best: BestSpec | None = None
     """Score by which the best checkpoint is selected; that checkpoint is kept in addition to the
     newest. null keeps only the newest."""
-    directory: str | None = None
+    directory: FolderPath | None = None
     """Folder of the checkpoints. Default: ``checkpoints`` in the run's folder. With a URL such as
     ``s3://bucket/folder``, checkpoints are written to the run's folder, and uploaded while training
     continues."""
-    start_from: str | None = None
+    start_from: FolderPath | None = None
     """Checkpoint folder of another run, or its URL in an object store, from which this run starts: its
     weights, optimizer state and step number. ``trainer.steps`` includes the steps of the checkpoint; the
     data starts with the first prompt. ``POST /v1/runs/{run_id}/fork`` sets this key and also continues the
     data order of the other run."""
-
-    @field_validator("directory", "start_from")
-    @classmethod
-    def _normalize(cls, value: str | None) -> str | None:
-        """Removes what does not change a path, as a slash at its end: paths of checkpoints are compared."""
-        value = value and plain_path(value)
-        if not value or is_url(value):
-            return value and value.rstrip("/")
-        return str(PurePath(value))
 
 
 def checkpoint_root(directory: str | None, run_folder: Path) -> Path:

@@ -47,6 +47,7 @@ def _path_keys(document: dict[str, Any]) -> Iterator[UrlKey]:
     checkpoint = document["trainer"]["checkpoint"]
     yield UrlKey("trainer.checkpoint.directory", checkpoint, "directory", None)
     yield UrlKey("trainer.checkpoint.start_from", checkpoint, "start_from", None)
+    yield UrlKey("samples.directory", document["samples"], "directory", None)
     storage = document["weight_sync"].get("storage")
     if isinstance(storage, dict):
         yield UrlKey("weight_sync.storage.directory", storage, "directory", None)

@@ -126,6 +126,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "trainer.checkpoint.best.metric": "free",
     "trainer.checkpoint.directory": "target",
     "trainer.checkpoint.start_from": "path",
+    "samples.directory": "target",
     "topology.task_groups": "text",
     "weight_sync.backend": "free",
     "weight_sync.mode": "free",

@@ -78,11 +78,11 @@ class SampleReader:
 
         return all_chunks()
 
-    async def delete_records(self, run_id: str) -> None:
-        """Deletes the recorded samples of a run; logs a warning if the transferqueue is unavailable."""
+    async def delete_records(self, run_id: str, *, directory: str = "") -> None:
+        """Deletes the recorded samples of a run, also below a URL; logs a warning if that fails."""
         try:
             async with asyncio.timeout(_DELETE_TIMEOUT_S):
-                await self._queue.delete_sample_records(run_id)
+                await self._queue.delete_sample_records(run_id, directory=directory)
         except (ServiceError, TimeoutError) as error:
             # The size limit of all sample records removes them eventually.
             logger.warning(

@@ -256,8 +256,11 @@ class RunManager:
         if delete_checkpoints:
             # Checkpoints first: once the run is deleted, nothing names files that a killed controller left.
             await self.checkpoints.delete_all(run_id, revision=revision)
+        spec = parse_spec((await self.get(run_id)).spec_json)
         await self._database.run(self._store.delete, run_id, revision=revision)
-        self._tasks.create_task(self.samples.delete_records(run_id))
+        self._tasks.create_task(
+            self.samples.delete_records(run_id, directory=spec.samples.directory or "")
+        )
         await self._admit()
 
     async def was_deleted(self, run_id: str) -> bool:

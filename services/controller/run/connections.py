@@ -137,7 +137,10 @@ async def create_partitions(
         )
     if spec.samples.is_on:
         await queue.record_samples(
-            run_id, max_bytes=spec.samples.max_bytes, max_steps=spec.samples.max_steps
+            run_id,
+            max_bytes=spec.samples.max_bytes,
+            max_steps=spec.samples.max_steps,
+            directory=spec.samples.directory or "",
         )
     return not revisions.get(train)
 

@@ -11,6 +11,7 @@ CLOUD: Final = StoreKind(
     checkpoints=f"{_HERE}.checkpoints:open_checkpoints",
     upload=f"{_HERE}.exports:upload",
     folder=f"{_HERE}.connection:ObjectFolder",
+    samples=f"{_HERE}.samples:ObjectSamples",
     extra="slipstream[objects]",
 )
 """S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage."""

@@ -1,9 +1,12 @@
 """The ``samples`` command: prints kept samples of a run as text or JSON lines."""
 
 import json
+import mmap
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -20,6 +23,7 @@ from services.common.errors import FailedPreconditionError, ServiceError
 from services.common.stores import (
     is_url,
     open_folder,
+    open_samples,
     url_problem,
     without_secrets,
 )
@@ -35,7 +39,10 @@ _ON_SCREEN = 5
 def samples(
     run: Annotated[
         str,
-        typer.Argument(help="Name of a run, or the start of its id. Default: the newest run."),
+        typer.Argument(
+            help="Name of a run, the start of its id, or the URL of samples in an object store. Default: the "
+            "newest run."
+        ),
     ] = "",
     step: Annotated[
         int | None,
@@ -96,61 +103,76 @@ def samples(
     limit = limit if limit is not None else 0 if export else _ON_SCREEN
     with_tokens = tokens or export is not None
     with _written(export, as_json=as_json or tokens) as show:
-        run_id = call_api(
-            url, lambda api: find_run(api, run or None), state_directory=state_directory
+        reader = Reader(only, limit, with_tokens, show)
+        number = (
+            reader.read_url(run) if is_url(run) else _read_run(run, reader, url, state_directory)
         )
-        is_here = not (url or CliSettings().url) and _store_of(state_directory, run_id).exists()
-        if is_here:
-            number = _read(state_directory, run_id, only, limit, with_tokens, show)
-        else:
-            operation = _operation(run_id, only, limit, with_tokens)
-            number = call_api(
-                url, lambda api: _ask(api, operation, show), state_directory=state_directory
-            )
     if export is not None:
         errors.print(f"wrote {number} samples to {export}")
     elif not number:
         errors.print("no stored sample matches")
 
 
-def _operation(run: str, only: Mapping[str, Any], limit: int, tokens: bool) -> ExportSamples:
-    try:
-        return ExportSamples(run_id=run, **only, limit=limit, tokens=tokens)
-    except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-        raise typer.BadParameter(f"{wrong['loc'][0]}: {wrong['msg']}") from error
+def _read_run(run: str, reader: "Reader", url: str | None, state_directory: Path) -> int:
+    """Shows samples of a run: from the file on this host, else from the controller, else from the store."""
+    run_id = call_api(url, lambda api: find_run(api, run or None), state_directory=state_directory)
+    path = _store_of(state_directory, run_id)
+    if not (url or CliSettings().url) and path.exists():
+        return reader.read_file(path)
+    operation = reader.operation(run_id)
+    number = call_api(url, lambda api: reader.ask(api, operation), state_directory=state_directory)
+    if number:
+        return number
+    view = call_api(url, lambda api: api.get(run_id), state_directory=state_directory)
+    directory = view.spec["samples"]["directory"]
+    return reader.read_url(directory) if directory else 0
 
 
-async def _ask(api: Api, operation: ExportSamples, show: Show) -> int:
-    number = 0
-    async for sample in api.samples(operation):
-        show(sample)
-        number += 1
-    return number
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads samples from one of the places where they are, and shows each."""
 
+    only: Mapping[str, Any]
+    limit: int
+    tokens: bool
+    show: Show
 
-def _read(
-    state_directory: Path,
-    run_id: str,
-    only: Mapping[str, Any],
-    limit: int,
-    tokens: bool,
-    show: Show,
-) -> int:
-    """Shows samples from the store on disk, which needs no controller; otherwise like :func:`_ask`."""
-    query = SampleRecordQuery(
-        **{name: value for name, value in only.items() if value is not None},
-        limit=limit,
-        with_turns=True,
-        with_tokens=tokens,
-    )
-    store = SampleStore(_store_of(state_directory, run_id))
-    number = 0
-    for lines in store.lines(query):
-        for line in lines:
-            show(json.loads(line))
-        number += len(lines)
-    return number
+    def operation(self, run_id: str) -> ExportSamples:
+        try:
+            return ExportSamples(run_id=run_id, **self.only, limit=self.limit, tokens=self.tokens)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)[0]
+            raise typer.BadParameter(f"{wrong['loc'][0]}: {wrong['msg']}") from error
+
+    async def ask(self, api: Api, operation: ExportSamples) -> int:
+        number = 0
+        async for sample in api.samples(operation):
+            self.show(sample)
+            number += 1
+        return number
+
+    def read_file(self, path: Path) -> int:
+        """Shows samples of a file, which needs no controller; otherwise like :meth:`ask`."""
+        query = SampleRecordQuery(
+            **{name: value for name, value in self.only.items() if value is not None},
+            limit=self.limit,
+            with_turns=True,
+            with_tokens=self.tokens,
+        )
+        number = 0
+        for lines in SampleStore(path).lines(query):
+            for line in lines:
+                self.show(json.loads(line))
+            number += len(lines)
+        return number
+
+    def read_url(self, url: str) -> int:
+        """Shows samples of an object store, which are downloaded to a file first."""
+        with tempfile.TemporaryDirectory(prefix="slipstream-samples-") as folder:
+            path = Path(folder) / "samples.db"
+            with _told(without_secrets(url)):
+                open_samples(url.rstrip("/")).restore(path)
+            return self.read_file(path)
 
 
 def _store_of(state_directory: Path, run_id: str) -> Path:
@@ -183,23 +205,40 @@ def _written(export: str | None, *, as_json: bool) -> Iterator[Show]:
 def _uploaded(url: str) -> Iterator[Show]:
     """Yields a function that collects samples, which become one object at the end; none after an error."""
     parent, _, name = url.rpartition("/")
-    with _told(url):
+    with _told(f"--export {without_secrets(url)}"):
         if problem := url_problem(url):
             raise FailedPreconditionError(problem)
+        if not name or parent.endswith("/"):
+            raise FailedPreconditionError(
+                "names a bucket; add the name of a file, as s3://bucket/samples.jsonl"
+            )
         folder = open_folder(parent)
     with tempfile.TemporaryFile("w+b") as file:
         yield lambda sample: _append(file, sample)
-        file.seek(0)
-        with _told(url):
-            folder.put(name, memoryview(file.read()))
+        file.flush()
+        with _told(f"--export {without_secrets(url)}"), _mapped(file) as content:
+            folder.put(name, content)
 
 
 @contextmanager
-def _told(url: str) -> Iterator[None]:
+def _mapped(file: BinaryIO) -> Iterator[memoryview]:
+    """Yields the content of a file without reading it into memory."""
+    if not os.fstat(file.fileno()).st_size:
+        yield memoryview(b"")
+        return
+    with (
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages,
+        memoryview(pages) as content,
+    ):
+        yield content
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
     try:
         yield
     except ServiceError as error:
-        fail(f"--export {without_secrets(url)}: {error.message}")
+        fail(f"{what}: {error.message}")
         raise typer.Exit(1) from error
 
 

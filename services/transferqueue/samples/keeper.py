@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,6 +14,7 @@ from typing import Any, Self
 
 from services.common.errors import NotFoundError
 from services.common.fields import RECORD_FIELDS, partition_id
+from services.common.stores import StoredSamples, open_samples
 from services.common.task_group import TaskGroup
 from services.transferqueue import metrics
 from services.transferqueue.index.index import Index
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 _GATHER_S = 1.0
 """Samples that arrive within this time are written together. Readers of records do not wait for it."""
 _CHUNK_BYTES = 256 << 10
+_LAST_UPLOAD_S = 5.0
+"""Max seconds of the process's end in which samples are still uploaded."""
 _MAX_READS = 2
 """Reads of sample records that run at once; further ones wait."""
 
@@ -58,6 +62,7 @@ class SampleRecordKeeper:
         self._shards = shards
         self._tasks = TaskGroup()
         self._runs: dict[str, _Run] = {}
+        self._uploads: dict[str, StoredSamples] = {}
         # Separate threads: searches of users take seconds, and must not delay snapshots and recording.
         self._readers = ThreadPoolExecutor(_MAX_READS, "sample-reader")
 
@@ -69,16 +74,31 @@ class SampleRecordKeeper:
         """Writes pending samples of all runs."""
         for run_id in list(self._runs):
             await self.stop_recording(run_id)
+        deadline = time.monotonic() + _LAST_UPLOAD_S
+        for uploads in self._uploads.values():
+            await asyncio.to_thread(uploads.wait, max(0.0, deadline - time.monotonic()))
         self._readers.shutdown(wait=False, cancel_futures=True)
         await self._tasks.__aexit__(*error)
 
-    async def start_recording(self, run_id: str, *, max_bytes: int, max_steps: int) -> None:
+    async def start_recording(
+        self, run_id: str, *, max_bytes: int, max_steps: int, directory: str = ""
+    ) -> None:
         """Creates the partition ``records`` of a run and starts to record its samples.
+
+        Args:
+            directory: URL to which they are uploaded; empty for none.
 
         Raises:
             InvalidArgumentError: If ``run_id`` cannot be a file name.
+            FailedPreconditionError: If there is no package for the URL.
         """
-        store_path(self._folder, run_id)
+        path = store_path(self._folder, run_id)
+        if directory:
+            # The package's import would hold the event loop.
+            uploads = self._uploads.get(run_id) or await asyncio.to_thread(open_samples, directory)
+            self._uploads.setdefault(run_id, uploads).follow(
+                path, max_bytes=max_bytes, max_steps=max_steps
+            )
         self._index.create_partition(_partition(run_id), required_fields=(), quota_bytes=0)
         if run_id in self._runs:
             self._runs[run_id].max_bytes, self._runs[run_id].max_steps = max_bytes, max_steps
@@ -95,6 +115,8 @@ class SampleRecordKeeper:
         run = self._runs.pop(run_id, None)
         if run is not None and run.following is not None:
             run.following.cancel()
+        if run_id in self._uploads:
+            self._uploads[run_id].finish()
 
     async def flush(self, run_id: str) -> None:
         """Writes a run's pending samples, if it is being recorded."""
@@ -141,7 +163,12 @@ class SampleRecordKeeper:
             for begin in range(0, len(data), _CHUNK_BYTES):
                 yield data[begin : begin + _CHUNK_BYTES]
 
-    async def delete(self, run_id: str) -> None:
+    async def delete(self, run_id: str, directory: str = "") -> None:
+        """Deletes the samples of a run on the disk, and in an object store if a URL is given."""
+        if directory:
+            uploads = self._uploads.pop(run_id, None)
+            uploads = uploads or await asyncio.to_thread(open_samples, directory)
+            await asyncio.to_thread(uploads.delete)
         await asyncio.to_thread(remove_store, self._path(run_id))
 
     async def _follow(self, run_id: str, run: _Run) -> None:

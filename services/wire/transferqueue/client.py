@@ -271,14 +271,19 @@ class TransferQueueClient:
         response = await call(self._stub.RestoreSnapshot, request, timeout_s=_SNAPSHOT_TIMEOUT_S)
         return response.key_count
 
-    async def record_samples(self, run_id: str, *, max_bytes: int, max_steps: int) -> None:
+    async def record_samples(
+        self, run_id: str, *, max_bytes: int, max_steps: int, directory: str = ""
+    ) -> None:
         """Starts to record samples put into a run's partition ``records``; a repeated call sets new limits.
 
         Args:
             max_bytes: Max bytes of the run's sample records; the oldest are deleted first.
             max_steps: Number of newest steps whose samples stay; 0 for all.
+            directory: URL in an object store to which they are uploaded; empty for none.
         """
-        request = pb.RecordSamplesRequest(run_id=run_id, max_bytes=max_bytes, max_steps=max_steps)
+        request = pb.RecordSamplesRequest(
+            run_id=run_id, max_bytes=max_bytes, max_steps=max_steps, directory=directory
+        )
         await call(self._kept.RecordSamples, request, idempotent=True)
 
     async def read_sample_records(
@@ -298,6 +303,6 @@ class TransferQueueClient:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, "ReadSampleRecords of the transferqueue") from error
 
-    async def delete_sample_records(self, run_id: str) -> None:
-        request = pb.DeleteSampleRecordsRequest(run_id=run_id)
+    async def delete_sample_records(self, run_id: str, *, directory: str = "") -> None:
+        request = pb.DeleteSampleRecordsRequest(run_id=run_id, directory=directory)
         await call(self._kept.DeleteSampleRecords, request, idempotent=True)

@@ -45,7 +45,7 @@ class MemoryQueue:
     async def drop_partition(self, partition_id):
         return 0
 
-    async def record_samples(self, run_id, *, max_bytes, max_steps):
+    async def record_samples(self, run_id, *, max_bytes, max_steps, directory=""):
         """Does nothing."""
 
     async def stats(self):

@@ -160,3 +160,40 @@ async def test_a_run_whose_controller_dies_while_old_files_are_deleted_is_record
         await index.commit(put_of(_PARTITION, ["run_1-0.0"], "sample_record"), put_id="put")
         async with asyncio.timeout(10):
             await flushed.wait()
+
+
+async def test_samples_are_followed_by_the_store_that_a_run_names_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stores: dict[str, Mock] = {}
+    monkeypatch.setattr(keeper, "open_samples", lambda url: stores.setdefault(url, Mock()))
+    index, url = Index(lambda blobs: None, time), "s3://bucket/samples"
+    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as kept:
+        await kept.start_recording("run_0", max_bytes=1, max_steps=0)
+        assert not stores
+        for max_steps in (3, 5):  # a change of the limits
+            await kept.start_recording("run_1", max_bytes=7, max_steps=max_steps, directory=url)
+        store = stores[url]
+        assert [call.kwargs["max_steps"] for call in store.follow.call_args_list] == [3, 5]
+        assert {call.args for call in store.follow.call_args_list} == {(tmp_path / "run_1.db",)}
+        await kept.stop_recording("run_1")
+        store.finish.assert_called_once_with()
+        await kept.start_recording("run_1", max_bytes=7, max_steps=3, directory=url)
+        await kept.delete("run_1", url)
+        await kept.delete("run_2", "s3://bucket/other")
+        for deleted in (store, stores["s3://bucket/other"]):
+            deleted.delete.assert_called_once_with()
+    store.wait.assert_not_called()
+
+
+async def test_the_process_waits_a_while_for_the_last_uploads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store = Mock()
+    monkeypatch.setattr(keeper, "open_samples", lambda url: store)
+    index = Index(lambda blobs: None, time)
+    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as kept:
+        await kept.start_recording("run_1", max_bytes=7, max_steps=0, directory="s3://bucket/run")
+    store.finish.assert_called_once_with()
+    (timeout_s,) = store.wait.call_args.args
+    assert 0 < timeout_s <= 5

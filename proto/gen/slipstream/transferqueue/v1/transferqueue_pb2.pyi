@@ -753,22 +753,26 @@ class RecordSamplesRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     MAX_BYTES_FIELD_NUMBER: _builtins.int
     MAX_STEPS_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Id of the run."""
     max_bytes: _builtins.int
     """Max bytes of the records; the oldest are deleted first."""
     max_steps: _builtins.int
     """Number of newest steps whose samples stay; 0 for all."""
+    directory: _builtins.str
+    """URL in an object store to which the samples are uploaded; empty for none."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         max_bytes: _builtins.int = ...,
         max_steps: _builtins.int = ...,
+        directory: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_bytes", b"max_bytes", "max_steps", b"max_steps", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "max_bytes", b"max_bytes", "max_steps", b"max_steps", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -929,16 +933,20 @@ class DeleteSampleRecordsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Id of the run."""
+    directory: _builtins.str
+    """URL in an object store from which they are deleted, too; empty for none."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        directory: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
