@@ -41,21 +41,22 @@ _DIFFERS, _FAILED = 1, 2
 
 
 def record_folder(run: RunView, state_directory: Path) -> Path:
-    """Returns the folder of a run's record; a copy of that in the store if this host lacks a step of it.
+    """Returns the folder of a run's record; with the store's files if this host lacks a step of it.
 
     Raises:
         ServiceError: If the record in the store cannot be read.
     """
-    from services.extras.replay.files import FOLDER, has_all_steps  # imports torch
+    from services.extras.replay.files import FOLDER, has_all_steps, joined_record  # imports torch
 
     directory = run.spec["trainer"]["checkpoint"]["directory"]
     folder = checkpoint_root(directory, state_directory / run.id) / FOLDER
     if not is_url(directory) or has_all_steps(folder, run.step):
         return folder
     try:
-        return fetch(join_url(directory, FOLDER), "record", report=_told)
+        stored = fetch(join_url(directory, FOLDER), "record", report=_told)
     except NotFoundError:  # nothing was uploaded yet
         return folder
+    return joined_record(stored, folder)
 
 
 def _told(line: str) -> None:

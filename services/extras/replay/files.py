@@ -8,9 +8,11 @@
 A file gets its name only after it is complete. A step that is trained again replaces its file.
 """
 
+import atexit
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -149,6 +151,31 @@ def has_all_steps(folder: Path, last: int) -> bool:
     """Returns True if a folder has a record of each step from the run's start to its last one."""
     starts = _starts(folder)
     return bool(starts) and {*range(starts[0]["step"], last + 1)} <= {*recorded_steps(folder)}
+
+
+def joined_record(stored: Path, local: Path) -> Path:
+    """Returns a folder with the steps of a stored record and those with which a local one continues it.
+
+    It consists of links, and is deleted at the end of the process. Returns ``stored`` if the local record
+    does not continue it: another machine has gone on with the run.
+    """
+    starts, continued = _starts(stored), _starts(local)
+    local_steps, stored_steps = recorded_steps(local), recorded_steps(stored)
+    if not starts or not local_steps or continued[: len(starts)] != starts:
+        return stored
+    if continued == starts and {*local_steps} <= {*stored_steps}:
+        return stored
+    folder = Path(tempfile.mkdtemp(prefix="slipstream-record-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    record = folder / FOLDER
+    record.mkdir()
+    (record / _RUN).symlink_to(local / _RUN)
+    # Later steps of the store are of a history that the run has left.
+    sources = {step: stored for step in stored_steps if step <= local_steps[-1]}
+    sources |= dict.fromkeys(local_steps, local)
+    for step, source in sources.items():
+        step_folder(record, step).symlink_to(step_folder(source, step))
+    return record
 
 
 def write_step(

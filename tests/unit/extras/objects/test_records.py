@@ -4,8 +4,11 @@ import json
 import os
 import random
 import time
+from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +17,7 @@ from services.common.stores import fetch, join_url
 from services.extras.objects import records
 from services.extras.objects.checkpoints import ObjectCheckpoints
 from services.extras.objects.connection import ObjectFolder
-from services.extras.replay import files
+from services.extras.replay import command, files
 from services.trainer.checkpoint import manifest
 from tests.helpers.ranks import PROCESSES
 from tests.helpers.s3 import Relay, environment, needs_s3
@@ -59,7 +62,10 @@ def record(store: ObjectCheckpoints, root: Path, steps: range) -> dict[int, byte
 
 def fetched(store: ObjectCheckpoints, cache: Path) -> dict[int, bytes]:
     """Returns the record of each step in the store, as a replay reads it."""
-    folder = fetch(join_url(store.url, files.FOLDER), "record", cache=cache)
+    return contents_of(fetch(join_url(store.url, files.FOLDER), "record", cache=cache))
+
+
+def contents_of(folder: Path) -> dict[int, bytes]:
     steps = files.recorded_steps(folder)
     return {step: files.rank_file(folder, step, 0).read_bytes() for step in steps}
 
@@ -80,6 +86,41 @@ def test_a_record_is_read_whole_after_the_disk_was_lost_twice(opened: Opener, tm
     assert [s["step"] for s in files.read_starts(folder)] == [0, 3, 5]
     assert files.has_all_steps(folder, 7)
     assert not files.has_all_steps(root / files.FOLDER, 7), "the last disk has the last steps only"
+
+
+def test_a_replay_reads_the_steps_of_the_store_and_then_those_of_the_disk(
+    opened: Opener,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(command, "fetch", partial(fetch, cache=tmp_path / "cache"))
+    first = opened()
+    start(tmp_path / "0", 0)
+    contents = {0: b"initial weights", **record(first, tmp_path / "0", range(1, 4))}
+    state, store = tmp_path / "state", opened()
+    root = state / "run_1" / "checkpoints"
+    store.restore_newest(root)
+    start(root, 3)
+    contents |= {step: write(root, step) for step in (4, 5)}  # of no checkpoint yet
+    spec = {"trainer": {"checkpoint": {"directory": store.url}}}
+    run: Any = SimpleNamespace(id="run_1", step=5, spec=spec)
+    folder = command.record_folder(run, state)
+    assert contents_of(folder) == contents
+    assert [s["step"] for s in files.read_starts(folder)] == [0, 3]
+    # The run goes back to a step that the store has: what the store has after it is left.
+    files.forget_after(root / files.FOLDER, 3)
+    contents = {step: content for step, content in contents.items() if step <= 3}
+    record(first, tmp_path / "0", range(4, 6))
+    start(root, 3)
+    run.step = 3
+    assert contents_of(command.record_folder(run, state)) == contents
+    # Another machine goes on: this disk is of no history of the run.
+    third = opened()
+    third.restore_newest(tmp_path / "2")
+    start(tmp_path / "2", 5)
+    record(third, tmp_path / "2", range(6, 7))
+    run.step = 6
+    assert [s["step"] for s in files.read_starts(command.record_folder(run, state))] == [0, 5]
 
 
 def test_steps_that_are_trained_again_replace_those_of_the_left_history(
