@@ -1,5 +1,7 @@
 """Tests of the release workflow: what a tag publishes, under which names, and with which rights."""
 
+import os
+import subprocess
 import tomllib
 
 import pytest
@@ -18,6 +20,24 @@ def test_packages_have_the_version_of_the_chart(name: str) -> None:
     assert project["name"] == name
     assert project["version"] == yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
     assert f"\n## {project['version']}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize(("suffix", "code"), [("", 0), ("9", 1)], ids=["the version", "another"])
+def test_a_tag_must_have_the_version_of_packages_and_chart(suffix: str, code: int) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    (check,) = [
+        step["run"] for step in _JOBS["build"]["steps"] if "Check that" in step.get("name", "")
+    ]
+    checked = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", check],
+        cwd=ROOT,
+        env={**os.environ, "GITHUB_REF_NAME": f"v{version}{suffix}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == code, checked.stderr
+    assert ("version must be" in checked.stderr) == bool(code)
 
 
 def test_nothing_is_published_before_the_packages_are_built_and_tried() -> None:
