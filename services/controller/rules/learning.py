@@ -27,14 +27,6 @@ def histogram(values: Iterable[int]) -> Histogram:
     return {str(bound): counts[bound] for bound in sorted(counts)}
 
 
-def lower_bound_of(bound: int) -> int:
-    """Returns the smallest number in the bucket with the upper bound ``bound``."""
-    if bound < 3:
-        return bound
-    is_power = bound & (bound - 1) == 0
-    return (bound * 3 // 4 if is_power else bound * 2 // 3) + 1
-
-
 def bound_of(value: int) -> int:
     """Returns the upper bound of a number's bucket."""
     if value < 3:

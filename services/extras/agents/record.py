@@ -35,7 +35,7 @@ from services.rollout.engines.base import split_stop_texts
 from services.rollout.failures import CallError, GroupError
 from services.rollout.workflows.base import Episode, Interrupted, SamplingChoice
 from services.rollout.workflows.reply_formats import reply_format
-from services.rollout.workflows.turns import Turn, num_tokens, observed, token_ids
+from services.rollout.workflows.turns import Turn, num_tokens, observed, token_ids, with_turn
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -363,7 +363,10 @@ class EpisodeRecord:
             )
         except GroupError as error:
             raise invalid(str(error)) from None
-        self._episode.record_alternatives(turns, sampled)
+        episode = self._episode
+        for turn in sampled:
+            episode.conversations = with_turn(episode.conversations, turns, turn)
+        episode.turns = [*turns, sampled[0]]  # the first reply continues the episode
         if any(turn.is_cut for turn in sampled):
             raise Interrupted
         return sampled

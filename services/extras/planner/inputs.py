@@ -10,7 +10,7 @@ from statistics import NormalDist, fmean, median
 from typing import Any, Literal, Protocol
 
 from services.common.runspec.run import RunSpec
-from services.controller.rules.learning import DECODE_TIMES, lower_bound_of
+from services.controller.rules.learning import DECODE_TIMES
 
 _MAX_SIGMA = 5.0
 # Forward and backward take 1.65 times as long beside a decoding engine (``bench/results/gsm8k-1.5b.json``,
@@ -132,7 +132,7 @@ class Measured:
     def of_run(cls, histogram: Mapping[int, int], *, mean_tokens: float) -> "Measured":
         """Creates a histogram from a run's counts by upper bound and the mean of all responses."""
         distribution = replace(
-            cls.of(histogram), lowest=tuple(map(lower_bound_of, sorted(histogram)))
+            cls.of(histogram), lowest=tuple(map(_lower_bound_of, sorted(histogram)))
         )
         least, greatest = (replace(distribution, lean=lean).mean() for lean in (0.0, 1.0))
         # A mean outside this range is not the mean of these lengths: if samples have several
@@ -605,3 +605,11 @@ def _median_ms(steps: Sequence[Step], name: str) -> float:
 
 def _number_of(step: Step, name: str) -> float:
     return float(step.get(name) or 0.0)
+
+
+def _lower_bound_of(bound: int) -> int:
+    """Returns the smallest number in the bucket with the upper bound ``bound``."""
+    if bound < 3:
+        return bound
+    is_power = bound & (bound - 1) == 0
+    return (bound * 3 // 4 if is_power else bound * 2 // 3) + 1

@@ -256,17 +256,6 @@ class Episode:
         following = list(dict.fromkeys(recorded))
         return following[number] if number < len(following) else None
 
-    def record_alternatives(self, before: Conversation, turns: Sequence[Turn]) -> None:
-        """Records alternative replies to one request of an agent; the first one continues the episode.
-
-        Args:
-            before: Turns that the replies follow.
-            turns: The sampled replies, at least one.
-        """
-        for turn in turns:
-            self.conversations = with_turn(self.conversations, before, turn)
-        self.turns = [*before, turns[0]]
-
     async def generate(self, *, max_tokens: int | None = None) -> Turn:
         """Samples a turn.
 
