@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.stores import joined
+from services.common.stores import join_url
 from services.extras.objects import samples, transfers
 from services.extras.objects.connection import ObjectFolder
 from services.extras.objects.samples import ObjectSamples
@@ -32,7 +32,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def url(bucket: str) -> str:
-    return joined(bucket, "run", "samples")
+    return join_url(bucket, "run", "samples")
 
 
 @pytest.fixture
