@@ -95,10 +95,10 @@ class SampleRecordKeeper:
         path = store_path(self._folder, run_id)
         if directory:
             # The package's import would hold the event loop.
-            uploads = self._uploads.get(run_id) or await asyncio.to_thread(open_samples, directory)
-            self._uploads.setdefault(run_id, uploads).follow(
-                path, max_bytes=max_bytes, max_steps=max_steps
-            )
+            if run_id not in self._uploads:
+                uploads = await asyncio.to_thread(open_samples, directory)
+                self._uploads.setdefault(run_id, uploads)
+            self._uploads[run_id].follow(path, max_bytes=max_bytes, max_steps=max_steps)
         self._index.create_partition(_partition(run_id), required_fields=(), quota_bytes=0)
         if run_id in self._runs:
             self._runs[run_id].max_bytes, self._runs[run_id].max_steps = max_bytes, max_steps
@@ -167,7 +167,8 @@ class SampleRecordKeeper:
         """Deletes the samples of a run on the disk, and in an object store if a URL is given."""
         if directory:
             uploads = self._uploads.pop(run_id, None)
-            uploads = uploads or await asyncio.to_thread(open_samples, directory)
+            if uploads is None:
+                uploads = await asyncio.to_thread(open_samples, directory)
             await asyncio.to_thread(uploads.delete)
         await asyncio.to_thread(remove_store, self._path(run_id))
 
