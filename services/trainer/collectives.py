@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from services.common.errors import (
     DataLossError,
@@ -242,11 +243,7 @@ def spread_like(local: Tensor, tensor: Tensor, *, shape: Sequence[int] | None = 
     if not isinstance(tensor, DTensor):
         return local
     full_tensor = tensor if shape is None else torch.empty(shape, device="meta")
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=full_tensor.shape,
-        stride=full_tensor.stride(),
-    )
+    # ``DTensor.from_local`` would move memory of the host to the mesh's devices.
+    meta = TensorMeta(full_tensor.shape, full_tensor.stride(), local.dtype)
+    spec = DTensorSpec(tensor.device_mesh, tensor.placements, meta)
+    return DTensor(local, spec, requires_grad=False)

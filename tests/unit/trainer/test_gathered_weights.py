@@ -5,11 +5,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh
 
 from services.common.models.loading import build_model
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.packing import pack
-from services.trainer.collectives import local_part
+from services.trainer.collectives import local_part, spread_like
 from services.trainer.engines.fsdp.optim import build_optimizer
 from services.trainer.engines.fsdp.parallel import begin_micro_batch, build_topology, distribute
 from services.trainer.model.policy import Policy
@@ -75,3 +76,17 @@ def test_scores_gradients_and_weights_are_bit_identical(family: str) -> None:
     assert len(held) == len(freed)
     assert all(map(torch.equal, held, freed))
     assert kept_bytes > 0 == freed_bytes
+
+
+def test_host_memory_of_a_sharded_parameter_stays_in_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = TrainerSpec(steps=1, prompts_per_step=1, dtype="bfloat16")
+    policy = Policy(
+        build_model(tiny_config("qwen2"), dtype=torch.float32, device=CPU), temperature=1.0
+    )
+    distribute(policy, spec, build_topology(spec, device=CPU, rank=0, world_size=1))
+    parameter = next(policy.parameters())
+    moment = torch.zeros(local_part(parameter).shape)
+    monkeypatch.setattr(DeviceMesh, "device_type", "meta")  # stands for GPUs of the mesh
+    assert local_part(spread_like(moment, parameter)).device == CPU
