@@ -106,12 +106,10 @@ def _uneven(spec: RunSpec, role: str, num_ranks: int) -> str:
         key = "topology.ratios"
     else:
         key = _RANKS_KEYS[role]
-    rank_counts = sorted(
-        {num_ranks // node_gpus * node_gpus, -(-num_ranks // node_gpus) * node_gpus}
-    )
+    counts = sorted({num_ranks // node_gpus * node_gpus, -(-num_ranks // node_gpus) * node_gpus})
     return (
         f"{key}: {role} has {num_ranks} ranks, which do not fill whole nodes of "
-        f"topology.gpus_per_node ({node_gpus}) GPUs; give it {' or '.join(map(str, rank_counts))}, or set "
+        f"topology.gpus_per_node ({node_gpus}) GPUs; give it {' or '.join(map(str, counts))}, or set "
         "topology.gpus_per_node to the GPUs of a node"
     )
 

@@ -90,10 +90,8 @@ def heldout_line(data: Mapping[str, Any]) -> str:
 
 def set_line(scores: Mapping[str, float]) -> str:
     """Returns the scores of a set of held-out prompts as text."""
-    shown_names = [
-        name for name in scores if name in ("greedy", "sampled") or name.startswith("pass@")
-    ]
-    return ", ".join(f"{name} {_score(scores, name)}" for name in shown_names)
+    names = [name for name in scores if name in ("greedy", "sampled") or name.startswith("pass@")]
+    return ", ".join(f"{name} {_score(scores, name)}" for name in names)
 
 
 def duration(seconds: float) -> str:

@@ -72,12 +72,12 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     ) -> pb.PrepareTransferResponse:
         try:
             with tracing.span("weights.prepare"):
-                held_version = await self._member.prepare(
+                version = await self._member.prepare(
                     request.epoch, request.version, request.plan_hash
                 )
         except ValueError as error:
             raise InvalidArgumentError(str(error)) from error
-        return pb.PrepareTransferResponse(held_version=held_version)
+        return pb.PrepareTransferResponse(held_version=version)
 
     async def TransferWeights(
         self, request: pb.TransferWeightsRequest, context: _Context

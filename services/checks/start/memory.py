@@ -179,8 +179,8 @@ def _neighbours(spec: RunSpec, *, gpus: int) -> tuple[list[str], list[str]]:
     host = HostGpus([str(number) for number in range(gpus)])
     host.assign(spec.name, gpu_needs(spec), hosts=gpu_hosts(spec))
     names = [
-        next((w for w, role in roles.items() if role == wanted_role), "")
-        for wanted_role in ("trainer", "rollout")
+        next((w for w, role in roles.items() if role == kind), "")
+        for kind in ("trainer", "rollout")
     ]
     neighbour_counts = [
         [roles[worker] for worker in host.workers_sharing(spec.name, name)] if name else []
@@ -199,14 +199,14 @@ def smallest_change(
     changes = list(_changes(spec, is_mixture=num_experts(config.to_dict()) > 0))
 
     def fits(change: _Changes) -> bool:
-        changed_spec = _with(spec, change)
+        variant = _with(spec, change)
         if next(
-            chain(placement(changed_spec), parallelism(changed_spec), train_engine(changed_spec)),
+            chain(placement(variant), parallelism(variant), train_engine(variant)),
             "",
         ):
             return False
         try:
-            memory = _planned(changed_spec, config, gpu_bytes=gpu_bytes, gpus=gpus)
+            memory = _planned(variant, config, gpu_bytes=gpu_bytes, gpus=gpus)
         except ValueError:
             return False
         return not memory.why_not and SPARE * memory.trainer.used <= gpu_bytes

@@ -223,9 +223,7 @@ def token_problems(
             f"{vocab_size}; use the model's own tokenizer"
         )
     num_tokens = max(vocab_size or 0, tokenizer.vocab_size)
-    if unknown := [
-        token_id for token_id in spec.rollout.sampling.stop_token_ids if token_id >= num_tokens
-    ]:
+    if unknown := [id_ for id_ in spec.rollout.sampling.stop_token_ids if id_ >= num_tokens]:
         yield (
             f"rollout.sampling.stop_token_ids has {', '.join(map(str, unknown))}, but model.path has "
             f"{num_tokens} tokens; use ids from 0 to {num_tokens - 1}"
@@ -826,9 +824,7 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
         if reward.name in REWARDS and not reward.arguments:
             continue  # its imports take seconds
         episode_argument = "episode" if reward.sees == "response" else "episodes"
-        bound_arguments = dict(reward.arguments) | (
-            {episode_argument: {}} if reward.sees_episode else {}
-        )
+        keywords = dict(reward.arguments) | ({episode_argument: {}} if reward.sees_episode else {})
         if reward.name in REWARDS:
             function, name = load_callable(reference), f"{key}.arguments"
             if wrong := [*argument_problems(function, reward.arguments, key=name)]:
@@ -836,7 +832,7 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
                 continue
         responses = {"response": "response", "group": "responses", "pairs": "first, second"}
         called_with = f"prompt, {responses[reward.sees]}, answer, row"
-        yield from _called(f"{key}.name", reference, called_with, bound_arguments)
+        yield from _called(f"{key}.name", reference, called_with, keywords)
 
 
 def _workflow(spec: RunSpec) -> Iterator[str]:
@@ -880,22 +876,20 @@ def _workflow_functions(spec: RunSpec) -> Iterator[str]:
 def _without_methods(key: str, reference: str, arguments: Any) -> Iterator[str]:
     """Yields problems of an environment class that lacks methods or does not accept the arguments."""
     try:
-        environment_class = load_callable(reference)
+        factory = load_callable(reference)
     except (ValueError, ImportError):
         return  # reported already
-    if not inspect.isclass(environment_class):
+    if not inspect.isclass(factory):
         return  # a function creates the instance
     if missing := [
-        name for name in ("reset", "step") if not callable(getattr(environment_class, name, None))
+        name for name in ("reset", "step") if not callable(getattr(factory, name, None))
     ]:
         yield (
             f"{key}: class {reference!r} has no method {' and no method '.join(missing)}; an environment "
             "needs reset(task, seed) and step(message)"
         )
     try:
-        inspect.signature(environment_class).bind(
-            **(arguments if isinstance(arguments, dict) else {})
-        )
+        inspect.signature(factory).bind(**(arguments if isinstance(arguments, dict) else {}))
     except TypeError as error:
         yield (
             f"rollout.workflow_arguments.arguments: {reference!r} cannot be created with them ({error}); "

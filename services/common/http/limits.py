@@ -407,15 +407,13 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self.transport.is_closing():
             return
         if self._is_before_body and self._is_idle():
-            held_bytes = self._header_bytes + _HEADER_COST_BYTES * len(self.headers or ())
+            size = self._header_bytes + _HEADER_COST_BYTES * len(self.headers or ())
         elif not self._is_idle():
-            held_bytes = sum(
-                len(name) + len(value) + _HEADER_COST_BYTES for name, value in self.headers
-            )
-            held_bytes += self._body_bytes
+            size = sum(len(name) + len(value) + _HEADER_COST_BYTES for name, value in self.headers)
+            size += self._body_bytes
         else:
             return
-        self.connections_by_peer.record_size(self, held_bytes)
+        self.connections_by_peer.record_size(self, size)
 
     def _start_header_deadline(self) -> None:
         if self._deadline is None:

@@ -322,10 +322,8 @@ def plan_of(
         stays_awake=is_in_turns and resident_memory(spec, config, gpu_bytes=gpu_bytes) == "all",
     )
     if not {kind.memory_argument, kind.cache_argument} & arguments.keys():
-        kept_tokens = max(
-            _KEPT_KV_SHARE * required_kv_tokens(spec, config), min_kv_tokens(spec, config)
-        )
-        kv_cache = kept_tokens * plan.kv_per_token
+        tokens = max(_KEPT_KV_SHARE * required_kv_tokens(spec, config), min_kv_tokens(spec, config))
+        kv_cache = tokens * plan.kv_per_token
         plan = plan.with_merged_slots(plane.merged_ahead, kv_cache=kv_cache)
     if not checks:
         return plan

@@ -81,9 +81,9 @@ class SampleIndex:
         by_batch: dict[int, list[int]] = {number: [] for number in batches}
         for samples in group_samples:
             by_batch[id(samples.batch)] += samples.indexes
-        batches_out = [batches[number].select(indexes) for number, indexes in by_batch.items()]
-        if len(batches_out) == 1:
-            return batches_out[0]
+        selected = [batches[number].select(indexes) for number, indexes in by_batch.items()]
+        if len(selected) == 1:
+            return selected[0]
         begins = dict(
             zip(by_batch, accumulate(map(len, by_batch.values()), initial=0), strict=False)
         )
@@ -92,7 +92,7 @@ class SampleIndex:
             begin = begins[id(samples.batch)]
             begins[id(samples.batch)] += len(samples.indexes)
             order += range(begin, begins[id(samples.batch)])
-        return KVBatchMeta.concat(batches_out).select(order)
+        return KVBatchMeta.concat(selected).select(order)
 
     async def release(self, groups: Sequence[Group]) -> None:
         await self.delete([self._samples.pop(group.group_id) for group in groups])
