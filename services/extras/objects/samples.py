@@ -78,7 +78,7 @@ _Result = TypeVar("_Result")
 
 
 class _Position(NamedTuple):
-    """What a file has uploaded: the last row of each table."""
+    """Last row of each table of a file that the store has."""
 
     samples: int
     training: int
