@@ -1,6 +1,7 @@
 """Tests of the network policies, which are evaluated as a network plugin would."""
 
 import itertools
+import json
 from collections.abc import Sequence
 
 import pytest
@@ -73,6 +74,19 @@ def test_network_policies_allow_the_connection_matrix_and_no_more(
         if port in _SERVED[target] and _allows(policies, labels[source], labels[target], port)
     }
     assert allowed == _CONNECTIONS | further
+
+
+def test_only_the_transferqueue_reaches_the_peers_that_it_has() -> None:
+    peers = [{"ipBlock": {"cidr": "198.51.100.0/24"}}]
+    value = f"networkPolicy.egress.transferqueueTo={json.dumps(peers)}"
+    manifests = render(*EVERYTHING, "--set-json", value)
+    policies = [p for p in _policies(manifests) if {"to": peers} in p.get("egress", ())]
+    reaching = {
+        component
+        for component, labels in _labels(pods(manifests)).items()
+        if any(_matches(policy["podSelector"], labels) for policy in policies)
+    }
+    assert reaching == {"transferqueue"}
 
 
 def test_the_code_of_runs_reaches_only_what_the_installation_names() -> None:
