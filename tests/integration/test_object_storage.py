@@ -108,11 +108,12 @@ def test_record_and_samples_are_read_from_the_bucket_after_the_disk_was_lost(
     assert all(json.loads(line)["id"] for line in lines)
     assert f"wrote {len(lines)} samples" in exported.err
     (tmp_path / "one" / "samples" / f"{run.folder.name}.db").unlink()
-    for source in (run.folder.name, f"{bucket}/runs/first/samples"):
+    url = f"{bucket}/runs/first/samples/{run.folder.name}"
+    for source in (run.folder.name, url):
         restored = slipstream("samples", source, "--export", str(tmp_path / "all.jsonl"), *state)
         assert restored.code == 0, restored.out + restored.err
         assert sorted((tmp_path / "all.jsonl").read_bytes().splitlines()) == sorted(lines)
-    trained = slipstream("samples", f"{bucket}/runs/first/samples", "--step", "2", "--json", *state)
+    trained = slipstream("samples", url, "--step", "2", "--json", *state)
     assert {json.loads(line)["step"] for line in trained.out.splitlines()} == {2}
     refused = slipstream("samples", run.folder.name, "--export", f"{bucket}-absent/a.jsonl", *state)
     assert refused.code == 1

@@ -107,7 +107,7 @@ class SamplesSpec(SpecPart):
     """Max bytes of kept samples on the transferqueue's disk; the oldest are deleted first."""
     directory: FolderPath | None = None
     """URL in an object store, such as ``s3://bucket/folder``, to which the samples are uploaded while
-    training continues. null keeps them on the transferqueue's disk only."""
+    training continues, each run's to its own folder. null keeps them on the transferqueue's disk only."""
 
     @field_validator("directory")
     @classmethod

@@ -20,6 +20,7 @@ import sqlite3
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -42,15 +43,29 @@ _OBJECT_BYTES: Final = 4 << 20
 _LEVEL: Final = 1
 _LAST_S: Final = 1800.0
 """Seconds in which a run that has ended may upload its last samples."""
+_DELETE_S: Final = 5.0
+"""Max seconds for which a deletion waits for the end of an upload."""
+_LISTED: Final = 20
+"""Max names of folders in an error."""
+_WRONG_RECORDS: Final = (
+    *(KeyError, TypeError, AttributeError),
+    *(sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError),
+)
+"""Errors of the file for records that are none."""
 _UNBOUNDED: Final = {"max_bytes": 1 << 62, "max_steps": 0}
 _ROLLOUT_COLUMNS: Final = ("response_ids", "rollout_logprobs", "version_runs")
 _TRAINING_COLUMNS: Final = ("advantages", "trained_logprobs", "loss_mask")
 _UPLOADS: Final = """
 CREATE TABLE IF NOT EXISTS uploads
-  (url TEXT PRIMARY KEY, samples INTEGER NOT NULL, training INTEGER NOT NULL)
+  (url TEXT PRIMARY KEY, samples INTEGER NOT NULL, training INTEGER NOT NULL);
+CREATE TRIGGER IF NOT EXISTS rows_get_numbers_again AFTER DELETE ON training BEGIN
+  UPDATE uploads SET training = min(training, (SELECT coalesce(max(rowid), -1) FROM training));
+END;
 """
+# The first row after those of an earlier file, which are negative, is 0.
+_START: Final = "INSERT INTO uploads VALUES (?, 0, -1)"
 _SAMPLES: Final = """
-SELECT seq AS position, id, coalesce(step, newest_version + 1) AS step, samples.facts AS facts, prompt,
+SELECT seq AS position, id, coalesce(step, newest_version + 1, 0) AS step, samples.facts AS facts, prompt,
   response, more, response_ids, rollout_logprobs, version_runs
 FROM samples JOIN contents USING (id) WHERE seq > ? ORDER BY seq
 """
@@ -63,8 +78,9 @@ _MERGE: Final = (
     """
 INSERT OR IGNORE INTO samples (seq, id, size, split, group_id, row, step, oldest_version, newest_version,
   reward, finish_reason, facts)
-SELECT seq - 1 - (SELECT max(seq) FROM earlier.samples), id, size, split, group_id, row, step, oldest_version,
-  newest_version, reward, finish_reason, facts FROM earlier.samples
+SELECT seq - 1 - (SELECT max(seq) FROM earlier.samples), id, size, split, group_id, row,
+  coalesce((SELECT step FROM main.training WHERE main.training.id = earlier.samples.id), step),
+  oldest_version, newest_version, reward, finish_reason, facts FROM earlier.samples
 """,
     "INSERT OR IGNORE INTO contents SELECT * FROM earlier.contents",
     """
@@ -148,15 +164,17 @@ class ObjectSamples:
                 )
 
     def _work(self, path: Path) -> None:
-        with suppress(TransferCancelledError):
-            self._repeated(lambda: self._continue(path))
-            while True:
-                is_last = self._ending.wait(_EVERY_S)
-                self._repeated(lambda: self._upload_all(path))
-                with self._lock:
-                    if is_last and self._ending.is_set():
-                        self._thread = None
-                        return
+        while True:
+            with suppress(TransferCancelledError):
+                self._repeated(lambda: self._continue(path))
+                is_last = False
+                while not is_last:
+                    is_last = self._ending.wait(_EVERY_S)
+                    self._repeated(lambda: self._upload_all(path))
+            with self._lock:
+                if self._ending.is_set():  # otherwise the run goes on
+                    self._thread = None
+                    return
 
     def _repeated(self, action: Callable[[], None]) -> None:
         """Calls an action until it raises nothing: the file keeps its samples, and may be readable later."""
@@ -182,21 +200,21 @@ class ObjectSamples:
         if not path.exists():
             SampleStore(path).write((), **_UNBOUNDED)
         with _opened(path) as database:
-            database.execute(_UPLOADS)
+            database.executescript(_UPLOADS)
             query = "SELECT 1 FROM uploads WHERE url = ?"
             if database.execute(query, (self._store.url,)).fetchone() is not None:
                 return
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             earlier = Path(folder) / "earlier.db"
             if self._objects:
-                self._request(lambda: self.restore(earlier))
+                self._request(lambda: self._download(earlier))
             with _opened(path) as database:
                 if earlier.exists():
                     database.execute("ATTACH ? AS earlier", (str(earlier),))
                 with database:
                     for statement in _MERGE if earlier.exists() else ():
                         database.execute(statement)
-                    database.execute("INSERT INTO uploads VALUES (?, 0, 0)", (self._store.url,))
+                    database.execute(_START, (self._store.url,))
 
     def _upload_next(self, path: Path) -> bool:
         """Uploads one object; returns False if the store has all samples of the file."""
@@ -256,18 +274,29 @@ class ObjectSamples:
     # ---- Reading and deletion
 
     def restore(self, path: Path) -> None:
+        if not self._listed():
+            folders = {stored.name.split("/")[0] for stored in self._store.list()}
+            listed = f"; it has {', '.join(sorted(folders)[:_LISTED])}" if folders else ""
+            raise NotFoundError(f"no samples of a run in {self._store.url}{listed}")
+        self._download(path)
+
+    def _download(self, path: Path) -> None:
         store = SampleStore(path)
         for stored in self._listed():
             try:
-                records = _parsed(self._store, stored.name)
-            except (NotFoundError, DataLossError) as error:  # deleted meanwhile, or damaged
-                logger.error("stored samples refused", extra={"reason": str(error)})  # noqa: TRY400
-            else:
-                store.write(records, **_UNBOUNDED)
+                store.write(_parsed(self._store, stored.name), **_UNBOUNDED)
+            except (NotFoundError, DataLossError, *_WRONG_RECORDS) as error:
+                # It was deleted meanwhile, or is damaged.
+                reason = f"{self._store.url}/{stored.name}: {error!r}"
+                logger.error("stored samples refused", extra={"reason": reason})  # noqa: TRY400
 
     def delete(self) -> None:
         self._patience.cancel()
-        self.wait(_EVERY_S)
+        self._ending.set()
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(_DELETE_S)
         self._store.delete([stored.name for stored in self._listed()])
 
     def _listed(self) -> list[_Stored]:
@@ -309,7 +338,8 @@ def _line(row: sqlite3.Row, columns: Sequence[str]) -> bytes:
         record = {"facts": facts, **texts, **json.loads(row["more"])}
     encoded = {name: base64.b64encode(row[name]).decode() for name in columns}
     document = {"id": row["id"], "record": record, "columns": encoded}
-    return json.dumps(document, ensure_ascii=False).encode() + b"\n"
+    # Escaped: a text may have surrogates, which have no bytes.
+    return json.dumps(document).encode() + b"\n"
 
 
 def _parsed(store: ObjectFolder, name: str) -> list[SampleRecord]:
@@ -329,7 +359,7 @@ def _parsed(store: ObjectFolder, name: str) -> list[SampleRecord]:
             )
             for document in documents
         ]
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, *_WRONG_RECORDS) as error:
         raise DataLossError(f"{store.url}/{name} has no samples: {error!r}") from error
 
 

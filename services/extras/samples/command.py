@@ -5,7 +5,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -19,9 +19,10 @@ from services.cli.api_calls import DEFAULT_STATE, StateDirectory, call_api, find
 from services.cli.controller_address import CliSettings, Url
 from services.cli.local import SAMPLE_FOLDER
 from services.cli.output import console, errors, fail, printable, write
-from services.common.errors import FailedPreconditionError, ServiceError
+from services.common.errors import FailedPreconditionError, NotFoundError, ServiceError
 from services.common.stores import (
     is_url,
+    join_url,
     open_folder,
     open_samples,
     url_problem,
@@ -125,7 +126,7 @@ def _read_run(run: str, reader: "Reader", url: str | None, state_directory: Path
         return number
     view = call_api(url, lambda api: api.get(run_id), state_directory=state_directory)
     directory = view.spec["samples"]["directory"]
-    return reader.read_url(directory) if directory else 0
+    return reader.read_url(join_url(directory, run_id), may_be_empty=True) if directory else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +167,11 @@ class Reader:
             number += len(lines)
         return number
 
-    def read_url(self, url: str) -> int:
+    def read_url(self, url: str, *, may_be_empty: bool = False) -> int:
         """Shows samples of an object store, which are downloaded to a file first."""
         with tempfile.TemporaryDirectory(prefix="slipstream-samples-") as folder:
             path = Path(folder) / "samples.db"
-            with _told(without_secrets(url)):
+            with _told(without_secrets(url)), suppress(*([NotFoundError] if may_be_empty else [])):
                 open_samples(url.rstrip("/")).restore(path)
             return self.read_file(path)
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from services.common.errors import NotFoundError
 from services.common.fields import RECORD_FIELDS, partition_id
-from services.common.stores import StoredSamples, open_samples
+from services.common.stores import StoredSamples, join_url, open_samples
 from services.common.task_group import TaskGroup
 from services.transferqueue import metrics
 from services.transferqueue.index.index import Index
@@ -86,7 +86,7 @@ class SampleRecordKeeper:
         """Creates the partition ``records`` of a run and starts to record its samples.
 
         Args:
-            directory: URL to which they are uploaded; empty for none.
+            directory: URL to whose folder of the run they are uploaded; empty for none.
 
         Raises:
             InvalidArgumentError: If ``run_id`` cannot be a file name.
@@ -96,7 +96,8 @@ class SampleRecordKeeper:
         if directory:
             # The package's import would hold the event loop.
             if run_id not in self._uploads:
-                uploads = await asyncio.to_thread(open_samples, directory)
+                url = join_url(directory, run_id)
+                uploads = await asyncio.to_thread(open_samples, url)
                 self._uploads.setdefault(run_id, uploads)
             self._uploads[run_id].follow(path, max_bytes=max_bytes, max_steps=max_steps)
         self._index.create_partition(_partition(run_id), required_fields=(), quota_bytes=0)
@@ -165,12 +166,14 @@ class SampleRecordKeeper:
 
     async def delete(self, run_id: str, directory: str = "") -> None:
         """Deletes the samples of a run on the disk, and in an object store if a URL is given."""
+        path = self._path(run_id)
+        await asyncio.to_thread(remove_store, path)
         if directory:
             uploads = self._uploads.pop(run_id, None)
             if uploads is None:
-                uploads = await asyncio.to_thread(open_samples, directory)
+                uploads = await asyncio.to_thread(open_samples, join_url(directory, run_id))
             await asyncio.to_thread(uploads.delete)
-        await asyncio.to_thread(remove_store, self._path(run_id))
+            await asyncio.to_thread(remove_store, path)  # the uploads may have created it
 
     async def _follow(self, run_id: str, run: _Run) -> None:
         with suppress(NotFoundError):  # a failed restore dropped the partition

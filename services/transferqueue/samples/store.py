@@ -408,4 +408,5 @@ def _line(query: SampleRecordQuery, row: sqlite3.Row) -> bytes:
         if query.with_tokens:
             columns = {name: row[name] for name in (*_MADE, *_TRAINED) if row[name] is not None}
             record["tokens"] = token_columns(columns, vocabulary)
-    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
+    return text.encode(errors="backslashreplace") + b"\n"  # half a surrogate pair as its escape

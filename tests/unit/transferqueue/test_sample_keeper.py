@@ -173,7 +173,7 @@ async def test_samples_are_followed_by_the_store_that_a_run_names_until_it_ends(
         assert not stores
         for max_steps in (3, 5):  # a change of the limits
             await kept.start_recording("run_1", max_bytes=7, max_steps=max_steps, directory=url)
-        store = stores[url]
+        store = stores[f"{url}/run_1"]  # a folder of the run: other runs may name the same one
         assert [call.kwargs["max_steps"] for call in store.follow.call_args_list] == [3, 5]
         assert {call.args for call in store.follow.call_args_list} == {(tmp_path / "run_1.db",)}
         await kept.stop_recording("run_1")
@@ -181,7 +181,7 @@ async def test_samples_are_followed_by_the_store_that_a_run_names_until_it_ends(
         await kept.start_recording("run_1", max_bytes=7, max_steps=3, directory=url)
         await kept.delete("run_1", url)
         await kept.delete("run_2", "s3://bucket/other")
-        for deleted in (store, stores["s3://bucket/other"]):
+        for deleted in (store, stores["s3://bucket/other/run_2"]):
             deleted.delete.assert_called_once_with()
     store.wait.assert_not_called()
 

@@ -1,5 +1,6 @@
 """Tests that samples in a store are those of their file, whatever fails, and are read back by a query."""
 
+import gzip
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.errors import NotFoundError
 from services.common.stores import join_url
 from services.extras.objects import samples, transfers
 from services.extras.objects.connection import ObjectFolder
@@ -224,3 +226,113 @@ def test_a_file_in_use_is_uploaded_later(opened: Opener, tmp_path: Path, url: st
         time.sleep(0.3)
         database.rollback()
     until(lambda: bool(names(url)))
+
+
+def test_an_object_whose_bytes_were_changed_is_left_out(
+    opened: Opener, tmp_path: Path, url: str
+) -> None:
+    path, uploads = tmp_path / "run.db", opened()
+    for number in range(2):
+        SampleStore(path).write([made(number)], **NO_BOUND)
+        upload(uploads, path)
+    damaged = names(url)[0]
+    content = bytearray(ObjectFolder(url).read(damaged))
+    content[12:16] = b"\xff\xff\xff\xff"
+    no_sample = b'{"id": "a", "record": {"facts": {}}, "columns": {"response_ids": ""}}\n'
+    for replacement in (bytes(content), gzip.compress(no_sample)):
+        ObjectFolder(url).write(damaged, replacement)
+        copy = tmp_path / f"{len(replacement)}.db"
+        opened().restore(copy)
+        (line,) = lines(copy)
+        assert line.startswith(b'{"id":"g1.0"')
+
+
+def test_samples_without_tokens_and_with_broken_characters_are_uploaded(
+    opened: Opener, tmp_path: Path, url: str
+) -> None:
+    path, empty, broken = tmp_path / "run.db", made(1), made(2)
+    empty.record["facts"].update(oldest_version=None, newest_version=None)
+    broken.record["turns"][0]["tool_calls"] = [{"name": "say", "arguments": {"text": "\ud83d"}}]
+    SampleStore(path).write([empty, broken], **NO_BOUND)
+    upload(opened(), path)
+    opened().restore(tmp_path / "copy.db")
+    assert lines(tmp_path / "copy.db") == lines(path)
+
+
+def test_training_is_uploaded_in_a_file_that_has_only_earlier_training(
+    opened: Opener, tmp_path: Path, url: str
+) -> None:
+    first, second = tmp_path / "first.db", tmp_path / "second.db"
+    SampleStore(first).write([made(1), made(2), trained(1, 5)], **NO_BOUND)
+    upload(opened(), first)
+    upload(opened(), second)
+    SampleStore(second).write([trained(2, 6)], **NO_BOUND)
+    upload(opened(), second)
+    opened().restore(tmp_path / "copy.db")
+    query = SampleRecordQuery(step=6)
+    for path in (second, tmp_path / "copy.db"):
+        assert [len(batch) for batch in SampleStore(path).lines(query)] == [1]
+
+
+def test_training_that_arrives_before_the_earlier_samples_gives_their_step(
+    opened: Opener, tmp_path: Path, url: str
+) -> None:
+    first, second = tmp_path / "first.db", tmp_path / "second.db"
+    SampleStore(first).write([made(1)], **NO_BOUND)
+    upload(opened(), first)
+    SampleStore(second).write([trained(1, 6)], **NO_BOUND)
+    upload(opened(), second)
+    assert [len(batch) for batch in SampleStore(second).lines(SampleRecordQuery(step=6))] == [1]
+
+
+def test_training_is_uploaded_after_the_newest_one_was_deleted(
+    opened: Opener, tmp_path: Path, url: str
+) -> None:
+    path, uploads = tmp_path / "run.db", opened()
+    SampleStore(path).write([made(1), made(2), trained(1, 5), trained(2, 6)], **NO_BOUND)
+    upload(uploads, path)
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("DELETE FROM training WHERE step = 6")
+    SampleStore(path).write([trained(2, 7)], **NO_BOUND)
+    upload(uploads, path)
+    opened().restore(tmp_path / "copy.db")
+    query = SampleRecordQuery(step=7)
+    assert [len(b) for b in SampleStore(tmp_path / "copy.db").lines(query)] == [1]
+
+
+def test_a_run_that_goes_on_after_the_deadline_of_its_last_uploads_is_uploaded(
+    opened: Opener, tmp_path: Path, relay: Relay, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "_LAST_S", 0.1)
+    path, uploads = tmp_path / "run.db", opened()
+    SampleStore(path).write([made(1)], **NO_BOUND)
+    relay.set("refuse")
+    upload(uploads, path)
+    relay.set("forward")
+    assert names(url) == []
+    uploads.follow(path, **NO_BOUND)
+    until(lambda: bool(names(url)))
+
+
+def test_deletion_ends_the_thread_of_a_run_that_goes_on(opened: Opener, tmp_path: Path) -> None:
+    path, uploads = tmp_path / "run.db", opened()
+    SampleStore(path).write([made(1)], **NO_BOUND)
+    uploads.follow(path, **NO_BOUND)
+    thread = uploads._thread
+    assert thread is not None
+    path.unlink()
+    uploads.delete()
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+
+
+def test_a_folder_without_samples_is_refused_with_the_runs_below(
+    opened: Opener, tmp_path: Path, url: str
+) -> None:
+    path = tmp_path / "run.db"
+    with pytest.raises(NotFoundError):
+        opened().restore(tmp_path / "copy.db")
+    SampleStore(path).write([made(1)], **NO_BOUND)
+    upload(opened(), path)
+    with pytest.raises(NotFoundError, match="samples"):
+        ObjectSamples(url.rpartition("/")[0]).restore(tmp_path / "copy.db")
