@@ -34,6 +34,8 @@ from services.extras.code_tests.judging.source import LAST_LINE
 
 logger = logging.getLogger(__name__)
 
+_START_S = 10.0
+"""Max seconds until a launcher has started a program; they are no part of the program's wall time."""
 _CHECK_S = 0.1
 """Seconds between two checks of the size of a program's files."""
 _END_S = 10.0
@@ -62,7 +64,7 @@ class Limits:
     """Resource limits of one program."""
 
     seconds: float
-    """CPU and wall time."""
+    """CPU time, and wall time from the program's start."""
     memory_bytes: int
     """Address space."""
     disk_bytes: int = 64 << 20
@@ -223,7 +225,13 @@ def _run(
         )
         try:
             ending = (output.fileno(), last_line.encode()) if last_line else None
-            is_in_limits = _wait(process, None if is_wrapped else folder, limits, ending=ending)
+            is_in_limits = _wait(
+                process,
+                None if is_wrapped else folder,
+                limits,
+                program=descriptors[0],
+                ending=ending,
+            )
         finally:
             _end(process, info)
         is_ended = ending is not None and _ends_with(*ending)
@@ -254,18 +262,23 @@ def _wait(
     folder: str | None,
     limits: Limits,
     *,
+    program: int,
     ending: tuple[int, bytes] | None,
 ) -> bool:
     """Waits until a program ends; returns False if it takes too long, or writes too much to the folder.
 
     Args:
+        program: File that the launcher begins to read when it starts the program. Both processes share its offset.
         ending: File and its last line, after which there is nothing to wait for.
     """
-    deadline = time.monotonic() + limits.seconds
+    is_started = False
+    deadline = time.monotonic() + _START_S + limits.seconds
     while (left_s := deadline - time.monotonic()) > 0:
         try:
             process.wait(min(left_s, _CHECK_S))
         except subprocess.TimeoutExpired:
+            if not is_started and os.lseek(program, 0, os.SEEK_CUR) > 0:
+                is_started, deadline = True, time.monotonic() + limits.seconds
             if ending is not None and _ends_with(*ending):
                 return True
             if folder is not None and _has_more(folder, limits.disk_bytes):

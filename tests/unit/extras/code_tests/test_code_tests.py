@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.extras.bubblewrap import bubblewrap, confine, seccomp
+from services.extras.code_tests import programs
 from services.extras.code_tests.programs import Limits, run_python
 from services.extras.code_tests.reward import code_tests
 
@@ -55,6 +56,14 @@ for folder in {folders}:
     finally:
         for folder in folders:
             Path(f"{folder}/slipstream-x").unlink(missing_ok=True)
+
+
+def test_the_wall_time_begins_when_the_program_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_launcher = f"import time; time.sleep(2.5)\n{programs._LAUNCHER}"
+    monkeypatch.setattr(programs, "_LAUNCHER", slow_launcher)
+    limits = Limits(seconds=2, memory_bytes=1 << 29)
+    assert run_python(["print(5)"], "", limits) == "5\n"
+    assert run_python(["import time; time.sleep(20); print(5)"], "", limits) is None
 
 
 def test_asserts_decide_over_the_last_fenced_block() -> None:
