@@ -268,7 +268,8 @@ def _wait(
     """Waits until a program ends; returns False if it takes too long, or writes too much to the folder.
 
     Args:
-        program: File that the launcher begins to read when it starts the program. Both processes share its offset.
+        program: File that the launcher begins to read when it starts the program; both processes share its
+            offset.
         ending: File and its last line, after which there is nothing to wait for.
     """
     is_started = False

@@ -28,7 +28,8 @@ def code_tests(
         response: Text with a program; see :func:`services.extras.code_tests.blocks.find_program`.
         answer: Tests; see :func:`services.extras.code_tests.answers.read_tests`.
         row: Row of the data, whose ``entry_point`` and code of the prompt the tests may need.
-        seconds: CPU and wall time of one test; a program that takes longer fails the test.
+        seconds: CPU and wall time of one test, without the interpreter's start; a program that takes longer
+            fails the test.
         memory_bytes: Address space of one test; a program that needs more fails the test.
         partial_credit: True to return the fraction of passed tests.
         reads_files: True to let programs read all files that this user can read; only for kernels without

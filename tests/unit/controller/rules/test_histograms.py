@@ -2,7 +2,8 @@
 
 import pytest
 
-from services.controller.rules.learning import bound_of, histogram, lower_bound_of
+from services.controller.rules.learning import bound_of, histogram
+from services.extras.planner.inputs import _lower_bound_of
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,7 @@ def test_a_bucket_starts_after_the_previous_one():
     buckets = {}
     for value in range(1000):
         buckets.setdefault(bound_of(value), value)
-    assert {bound: lower_bound_of(bound) for bound in buckets} == buckets
+    assert {bound: _lower_bound_of(bound) for bound in buckets} == buckets
 
 
 def test_every_number_is_counted_once_and_is_within_a_third_of_its_bound():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore, PrefixStore
 
 from services.extras.fleets.answers import RefusedError
 from services.extras.fleets.direct import source as source_module
@@ -15,8 +16,7 @@ from services.extras.fleets.direct.links import WorkerLinks
 from services.extras.fleets.direct.messages import DONE, GET, PING, RECEIVE, Message
 from services.extras.fleets.direct.relay import GroupRelay
 from services.extras.fleets.direct.source import FORMED_KEY, ServersSource
-from services.weightsync.group import RankAssignment, RendezvousStore
-from tests.helpers.weight_members import MemoryStore
+from services.weightsync.group import RankAssignment
 from tests.unit.extras.fleets.servers import FakeEngine
 
 
@@ -53,7 +53,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> EndlessBackend:
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[ServersSource]:
     source = ServersSource(
-        RendezvousStore(MemoryStore(), 5.0),
+        PrefixStore("weights", HashStore()),
         RankAssignment(sources=(0,), num_sources=1, rank=0, num_receivers=1),
         host="127.0.0.1",
         timeout_s=5.0,
