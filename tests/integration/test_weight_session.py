@@ -1,5 +1,6 @@
 """Weight sessions over real processes: lost rollouts do not block others, and torn weights never serve."""
 
+import asyncio
 import signal
 from functools import partial
 
@@ -327,3 +328,20 @@ async def test_a_trainer_that_dies_in_a_transfer_by_handle_leaves_the_old_versio
         await again.publish(partial(int, 1))
         assert (await members["rollout-0"].serves())[0] == 1
         await again.close()
+
+
+async def test_a_trainer_that_stands_still_before_its_first_version_is_waited_for():
+    impatient = {**PATIENT, "answer_timeout_s": 0.5}
+    async with session_of("trainer", "rollout-0", **MEMBERS, **impatient) as parts:
+        session, members, _ = parts
+        members["trainer"].send_signal(signal.SIGSTOP)
+        publishing = asyncio.create_task(session.publish(partial(int, 0)))
+        await asyncio.wait([publishing], timeout=3.0)  # several time-outs of a probe
+        assert not publishing.done()
+        members["trainer"].send_signal(signal.SIGCONT)
+        assert (await publishing).lost == ()
+        assert (await members["rollout-0"].serves())[0] == 0
+        members["trainer"].send_signal(signal.SIGSTOP)
+        with pytest.raises(UnavailableError, match="trainer does not answer"):
+            async with asyncio.timeout(10):
+                await session.publish(partial(int, 1))

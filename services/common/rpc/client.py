@@ -92,6 +92,7 @@ TIMEOUT_S = 30.0
 """Default deadline of a call, which waits for nothing but the peer's work."""
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 2.0
+_MAX_MS = 2**31 - 1  # integers of gRPC's options have 32 bits
 _REFUSED = "RST_STREAM with error code 7"
 """gRPC's text for REFUSED_STREAM (RFC 9113, 8.7): the peer has not processed the call.
 
@@ -116,7 +117,9 @@ CHANNEL_OPTIONS = (
 )
 
 
-def open_channel(address: str, peer: Peer, *, run_id: str = "") -> grpc.aio.Channel:
+def open_channel(
+    address: str, peer: Peer, *, run_id: str = "", silence_s: float = 10.0
+) -> grpc.aio.Channel:
     """Opens a channel to ``host:port`` that detects a dead peer within about 20 seconds.
 
     It sends this process's identity with every call, and uses renewed certificates.
@@ -124,14 +127,16 @@ def open_channel(address: str, peer: Peer, *, run_id: str = "") -> grpc.aio.Chan
     Args:
         address: ``host:port`` of the peer.
         peer: Role of the peer; with TLS its certificate must confirm it.
+        silence_s: Seconds within which the peer must answer a ping, which is sent every 10 seconds.
     """
+    silence_ms = min(round(1000 * silence_s), _MAX_MS)
+    silences = {"grpc.keepalive_timeout_ms": silence_ms, "grpc.http2.ping_timeout_ms": silence_ms}
+    options = tuple((dict(CHANNEL_OPTIONS) | silences).items())
     identity = current_identity()
     token = identity.token_for(run_id)
     interceptors: list[Any] = [UnaryHeaders(token), StreamHeaders(token), MeasuredStreams()]
     if identity.tls is None:
-        return grpc.aio.insecure_channel(
-            address, interceptors=interceptors, options=CHANNEL_OPTIONS
-        )
+        return grpc.aio.insecure_channel(address, interceptors=interceptors, options=options)
     # Addresses of workers are unknown when certificates are issued, so their names have the role of
     # the peer.
     name = ("grpc.ssl_target_name_override", peer_name(peer, run_id))
@@ -141,7 +146,7 @@ def open_channel(address: str, peer: Peer, *, run_id: str = "") -> grpc.aio.Chan
             address,
             certificate.channel_credentials(),
             interceptors=interceptors,
-            options=(*CHANNEL_OPTIONS, name),
+            options=(*options, name),
         )
 
     return cast("grpc.aio.Channel", RenewedChannel(identity.tls, show))

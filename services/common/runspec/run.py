@@ -183,15 +183,17 @@ class WeightSyncSpec(SpecPart):
     publish_every: int = Field(1, ge=1)
     """Trainer steps between two published weight versions."""
     form_timeout_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
-    """Max seconds to form the weight group."""
+    """Max seconds to form the weight group. A member that has not prepared a version yet may be silent for as
+    long: while it allocates its buffers, its process may stand still."""
     transfer_timeout_s: float | None = Field(None, gt=0, le=MAX_SECONDS)
     """Max seconds of one transfer, including verification. Default: 1.5 s plus the time that the
     bytes take at a low bandwidth (100 MB/s over Gloo, 5 GB/s over NCCL), or four times that of the
     transfer before; a transfer that exceeds it is repeated with four times as much. A terminated
     member is detected earlier."""
     answer_timeout_s: float = Field(1.0, gt=0, le=MAX_SECONDS)
-    """Seconds without a sign of life after which a member counts as lost. Increase it on overloaded
-    hosts; a stopped rollout delays the other members by about three times this value."""
+    """Seconds without a sign of life after which a member that has prepared a version counts as lost; before
+    that it has ``form_timeout_s``. A killed one is seen at once. Increase it on overloaded hosts; a stopped
+    rollout delays the other members by about three times this value."""
     adopt_timeout_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
     """Max seconds until a rollout has adopted a received version; after that it is replaced.
     Without ``rollout.partial_rollout``, a rollout first finishes its running responses, however

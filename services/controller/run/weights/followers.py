@@ -239,6 +239,7 @@ class Followers:
         follower.held_version = await member.prepare(
             follower.epoch, version, plan_hash, timeout_s=timeout_s
         )
+        self._members.note_prepared([name])
         path = self._shelf.path(follower.held_version, version)
         follower.lacked_version = version if path is None else -1
         if path is None:

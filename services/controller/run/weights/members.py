@@ -58,6 +58,10 @@ class WeightMembers:
         self._devices: dict[str, str] = {}
         self._hosts: dict[str, str] = {}
         self._reserved: dict[str, WeightSyncClient] = {}
+        # Members that prepared a version since they agreed on the plan. Before that, a process may stand
+        # still for longer than ``answer_timeout_s``: it allocates its buffers, which are pinned memory of
+        # tens of GB in some modes, and loads the libraries of its group.
+        self._prepared: set[str] = set()
         self.sources: dict[str, WeightSyncClient] = {}
         """Trainer ranks that send, in the order of the rows of the weights that they hold."""
         self.rollouts: dict[str, WeightSyncClient] = {}
@@ -164,6 +168,10 @@ class WeightMembers:
         for name in names:
             self.rollouts[name] = self._reserved.pop(name)
 
+    def note_prepared(self, names: Iterable[str]) -> None:
+        """Notes members that have prepared a version: from now on they answer in ``answer_timeout_s``."""
+        self._prepared.update(names)
+
     def all(self) -> dict[str, WeightSyncClient]:
         return {**self.sources, **self.rollouts}
 
@@ -220,11 +228,11 @@ class WeightMembers:
 
     async def abort(self, epoch: int, reason: str, names: Sequence[str] | None = None) -> list[str]:
         """Aborts an epoch on some members, or on all; returns those that do not answer."""
-        members, timeout_s = self.all(), self._spec.answer_timeout_s
+        members = self.all()
         if names is not None:
             members = {name: member for name, member in members.items() if name in names}
         answers = await asyncio.gather(
-            *(_aborted(m, epoch, reason, timeout_s) for m in members.values()),
+            *(_aborted(m, epoch, reason, self._silence_s(name)) for name, m in members.items()),
             return_exceptions=True,
         )
         return [
@@ -233,15 +241,23 @@ class WeightMembers:
             if isinstance(answer, ServiceError)
         ]
 
+    def _silence_s(self, name: str) -> float:
+        """Returns the seconds without an answer after which a member counts as lost."""
+        answer_s, form_s = self._spec.answer_timeout_s, self._spec.form_timeout_s
+        return answer_s if name in self._prepared else max(answer_s, form_s)
+
     async def _watch(self, names: Sequence[str]) -> None:
         members = {name: member for name, member in self.all().items() if name in names}
         round_s = len(members) / _PROBES_PER_S
-        while True:
-            await asyncio.sleep(max(_PROBE_EVERY_S, round_s))
-            async with TaskGroup() as probes:
-                for name, member in members.items():
-                    timeout_s = max(self._spec.answer_timeout_s, 2 * round_s)
-                    probes.create_task(_probe(name, member, timeout_s))
+
+        async def watch(name: str, member: WeightSyncClient) -> None:
+            while True:
+                await asyncio.sleep(max(_PROBE_EVERY_S, round_s))
+                await _probe(name, member, max(self._silence_s(name), 2 * round_s))
+
+        async with TaskGroup() as watches:
+            for name, member in members.items():
+                watches.create_task(watch(name, member))
 
     def _make_plan(self, device: str) -> None:
         # Stored versions pass through host memory, bucket by bucket.
@@ -282,6 +298,7 @@ class WeightMembers:
         return len(set(gpus)) < len(gpus)
 
     async def _agree(self, members: Mapping[str, WeightSyncClient]) -> None:
+        self._prepared -= members.keys()
         numbers = {name: number for number, name in enumerate(self.sources)}
         answers = await self.call_all(
             {
@@ -309,7 +326,10 @@ class WeightMembers:
             )
 
     async def _connect(self, address: str) -> WeightSyncClient:
-        channel = open_channel(address, "worker", run_id=self._run_id)
+        # Each call is watched by probes, whose deadlines depend on the phase: pings of gRPC must not end
+        # it earlier.
+        silence_s = max(self._spec.answer_timeout_s, self._spec.form_timeout_s)
+        channel = open_channel(address, "worker", run_id=self._run_id, silence_s=silence_s)
         return WeightSyncClient(await self._stack.enter_async_context(channel))
 
 
@@ -326,6 +346,8 @@ async def _aborted(member: WeightSyncClient, epoch: int, reason: str, timeout_s:
 async def _probe(name: str, member: WeightSyncClient, timeout_s: float) -> None:
     try:
         await _in_time(lambda: member.alive(timeout_s=timeout_s), timeout_s)
+    except DeadlineExceededError as error:
+        raise UnresponsiveError(name, f"does not answer within {timeout_s:g} s: {error}") from error
     except ServiceError as error:
         raise UnresponsiveError(name, f"does not answer: {error}") from error
 

@@ -587,12 +587,14 @@ class WeightSession:
         """Prepares members for a version; returns the version that each of them still holds."""
         plan_hash = self._members.plan.plan_hash
         epoch = self._epoch if self._store is None else self._store.writer.epoch
-        return await self._members.call_all(
+        versions = await self._members.call_all(
             {
                 name: member.prepare(epoch, version, plan_hash, timeout_s=self._adopt_s)
                 for name, member in members.items()
             }
         )
+        self._members.note_prepared(members)
+        return versions
 
     async def _transfer(
         self, version: int, members: Mapping[str, WeightSyncClient], *, base_version: int

@@ -343,6 +343,7 @@ def _share(experts: nn.Module, topology: RankTopology) -> None:
     mesh, tensor = topology.experts["experts"], topology.mesh["tp"]
     for name, parameter in list(experts.named_parameters()):
         shard = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+        # Moves a part in host memory to the mesh's device, which FSDP2 expects of sharded parameters.
         sharded = DTensor.from_local(shard, mesh, (Shard(0),), run_check=False)
         setattr(experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
     peers = None

@@ -185,6 +185,7 @@ def clock(monkeypatch):
 async def absent(**members):
     group = Members("run", WeightSyncSpec(answer_timeout_s=1.0))
     group.rollouts = members
+    group.note_prepared(members)
     return await group.abort(1, "a test")
 
 
