@@ -23,10 +23,13 @@ _LADDER_TASKS: Final = frozenset(("word_ladder",))
 _HEDGE: Final = re.compile(r"\b(?:or|not)\b", re.IGNORECASE)
 _TOLERANCE: Final = 1e-4
 """Difference of the numbers that the verifier of ``coin_flip`` regards as equal."""
+_RELATIVE_TOLERANCE: Final = 1e-2
+"""Relative difference of small numbers that are regarded as equal."""
 _WORD: Final = re.compile(r"[A-Za-z]+")
 _NO_NUMBER: Final = re.compile(r"(?:nan|inf|infinity)[ij]?", re.IGNORECASE)
 _NUMBER: Final = re.compile(r"\d+(?:\.\d+)?")
 _ONE_NUMBER: Final = re.compile(r"[-+]?[\d.,/]+(?:e[-+]?\d+)?", re.IGNORECASE)
+_NEGATIVE: Final = re.compile(r"[\s$*]*[-\u2212](?=.*[1-9]).*", re.DOTALL)
 _IGNORED: Final = re.compile(r"[\s.,;'\"$*`]+")
 """Characters that are no part of an answer."""
 _FUNCTIONS: Final = (
@@ -121,6 +124,9 @@ def _has_ignored_text(verify: Callable[..., Any], text: str, entry: Mapping[str,
         *_FUNCTIONS,
     }:
         return True
+    signs = [bool(_NEGATIVE.fullmatch(number_text)) for number_text in (stripped, answer)]
+    if _ONE_NUMBER.fullmatch(answer) and signs[0] != signs[1]:
+        return True
     numbers = [_NUMBER.findall(number_text) for number_text in (stripped, answer)]
     if not _WORD.search(answer) and len(numbers[0]) > len(numbers[1]) > 0:
         return True
@@ -161,7 +167,8 @@ def _differ(text: str, answer: Any) -> bool:
         ]
     except (ValueError, ZeroDivisionError, OverflowError):
         return False
-    return abs(numbers[0] - numbers[1]) > _TOLERANCE
+    tolerance = min(_TOLERANCE, abs(numbers[1]) * _RELATIVE_TOLERANCE)
+    return abs(numbers[0] - numbers[1]) > tolerance
 
 
 @functools.cache

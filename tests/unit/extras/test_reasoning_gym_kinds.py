@@ -76,6 +76,17 @@ def test_text_beside_the_answer_that_a_verifier_ignores_gets_no_credit(task: str
             assert gym_answer("", f"{answer}, {another}", answer, row) < 1.0, answer
 
 
+@pytest.mark.parametrize("task", ["gsm_symbolic", "coin_flip", "basic_arithmetic", "chain_sum"])
+def test_a_number_with_another_sign_gets_no_credit(task: str) -> None:
+    for row in reasoning_gym.create_dataset(task, size=3, seed=5):
+        answer = str(row["answer"])
+        assert gym_answer("", answer, answer, row) == 1.0
+        opposite = answer.removeprefix("-") if answer.startswith("-") else f"-{answer}"
+        for wrong in (opposite, f"${opposite}", f" {opposite}.", f"{answer}0e-9"):
+            assert gym_answer("", wrong, answer, row) < 1.0, wrong
+        assert gym_answer("", "0", answer, row) < 1.0
+
+
 def test_another_spelling_of_a_right_answer_keeps_its_credit() -> None:
     (row,) = reasoning_gym.create_dataset("gsm_symbolic", size=1, seed=5)
     for text in (f"${row['answer']}", f"{row['answer']}.0", f"**{row['answer']}**"):
