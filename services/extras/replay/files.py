@@ -159,6 +159,8 @@ def joined_record(stored: Path, local: Path) -> Path:
     It consists of links, and is deleted at the end of the process. Returns ``stored`` if the local record
     does not continue it: another machine has gone on with the run.
     """
+    # A link to a relative path would be one to a path in the folder of the link.
+    stored, local = stored.absolute(), local.absolute()
     starts, continued = _starts(stored), _starts(local)
     local_steps, stored_steps = recorded_steps(local), recorded_steps(stored)
     if not starts or not local_steps or continued[: len(starts)] != starts:

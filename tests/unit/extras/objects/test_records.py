@@ -97,7 +97,8 @@ def test_a_replay_reads_the_steps_of_the_store_and_then_those_of_the_disk(
     first = opened()
     start(tmp_path / "0", 0)
     contents = {0: b"initial weights", **record(first, tmp_path / "0", range(1, 4))}
-    state, store = tmp_path / "state", opened()
+    monkeypatch.chdir(tmp_path)
+    state, store = Path("state"), opened()  # relative, as the default is
     root = state / "run_1" / "checkpoints"
     store.restore_newest(root)
     start(root, 3)
