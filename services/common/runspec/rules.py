@@ -1604,6 +1604,11 @@ def parallelism(spec: RunSpec) -> Iterator[str]:
             "trainer.keep_gathered false is for a process that shards with no other and trains all weights "
             "on its GPU, without trainer.lora, cpu_offload true and zero_stage 1; set it to auto"
         )
+    if trainer.keep_gathered is True and not trainer.keeps_gathered:
+        yield (
+            "trainer.keep_gathered true is for a process that shards with no other, but trainer.world_size "
+            f"is {trainer.world_size}; set it to auto, or trainer.zero_stage to 1 to keep gathered weights"
+        )
     if lora is not None and trainer.tensor_parallel > 1:
         yield (
             f"trainer.lora cannot be combined with trainer.tensor_parallel {trainer.tensor_parallel}; "

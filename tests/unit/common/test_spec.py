@@ -355,6 +355,10 @@ def test_a_value_in_a_message_can_be_copied_into_a_specification(value: object) 
             (changed(trainer={"keep_gathered": False, **others}), ["trainer.keep_gathered", "auto"])
             for others in ({"lora": {}}, {"cpu_offload": True}, {"world_size": 2})
         ),
+        (
+            changed(trainer={"keep_gathered": True, "world_size": 2}),
+            ["trainer.keep_gathered", "trainer.world_size is 2", "zero_stage"],
+        ),
         (changed(validation={"only": True}), ["data.heldout"]),
         (
             changed(rollout={"rewards": [{"name": "exact_match", "sees": "group"}]}),
