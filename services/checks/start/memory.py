@@ -230,6 +230,8 @@ def _changes(spec: RunSpec, *, is_mixture: bool) -> Iterator[_Changes]:
     mode = trainer.activation_checkpointing
     if mode not in ("auto", True):
         yield {"trainer.activation_checkpointing": "auto"}
+    if trainer.keep_gathered is True and trainer.may_free_gathered:
+        yield {"trainer.keep_gathered": "auto"}
     if trainer.lora is not None and not spec.sends_adapters and trainer.lora.sync == "merged":
         yield {"trainer.lora": trainer.lora.model_copy(update={"sync": "auto"})}
     longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from services.checks.start.memory import smallest_change
 from services.common.memory.sizes import shapes_of, weight_bytes
 from services.common.memory.trainer import _computed, _stages, fitted, trainer_memory
 from services.common.models.loading import build_model
@@ -222,6 +223,13 @@ def test_gathered_weights_are_kept_unless_only_a_plan_without_them_fits():
     # FSDP would gather frozen weights in each pass.
     adapted, _ = plan(1, lora={"rank": 4})
     assert adapted.keep_gathered is True
+
+
+def test_a_run_that_keeps_gathered_weights_is_told_that_it_fits_without():
+    keys = {"dtype": "bfloat16", "activation_checkpointing": "auto", "tokens_per_micro_batch": 4096}
+    spec = spec_with(trainer={"prompts_per_step": 8, "keep_gathered": True, **keys})
+    change = smallest_change(spec, QWEN, gpu_bytes=int(38e9), gpus=2)
+    assert change == {"trainer.keep_gathered": "auto"}
 
 
 def test_a_copy_in_host_memory_leaves_two_buckets_on_the_gpu():

@@ -281,6 +281,7 @@ def fitted_to_gpu(spec: RunSpec, settings: TrainerSettings, *, device: torch.dev
         extra={
             "table": memory.table(spec.trainer.world_size),
             "activation_checkpointing": str(fitted_spec.trainer.activation_checkpointing),
+            "keep_gathered": fitted_spec.trainer.keeps_gathered,
         },
     )
     memory.check(spec.trainer.world_size)
