@@ -351,6 +351,8 @@ def _memory_of_stage(
     moved_names = {False: (), "optimizer": ("optimizer",), True: STATE}[trainer.cpu_offload]
     host = {name: sizes.pop(name) for name in moved_names if name in sizes}
     host["activations"] = num_tokens * activations.there
+    if MODES[spec.weight_sync.mode].copies_to_host and sent_adapters(spec, shapes) is None:
+        host["weights in transfer"] = _weight_copy(spec, shapes)[0]
     return TrainerMemory(
         total=gpu_bytes,
         parts={name: size for name, size in sizes.items() if size},
@@ -517,13 +519,17 @@ def _sent(spec: RunSpec, shapes: Shapes) -> float:
     """
     if (adapters := sent_adapters(spec, shapes)) is not None:
         return adapters + _exported_bytes(spec)
-    # The sources of one stage divide its weights.
-    sources = max(1, num_sources(spec) // spec.trainer.pipeline_parallel)
-    copy = wire_dtype(spec).itemsize * num_weights(shapes) / sources
+    copy, sources = _weight_copy(spec, shapes)
     if MODES[spec.weight_sync.mode].copies_to_host:
         bucket = spec.weight_sync.staged_bucket_bytes(BUCKET_BYTES["cuda"], num_sources=sources)
         return min(copy, 2.0 * bucket) + _exported_bytes(spec)
     return copy + _exported_bytes(spec)
+
+
+def _weight_copy(spec: RunSpec, shapes: Shapes) -> tuple[float, int]:
+    """Returns the bytes of a rank's copy of whole weights, and the sources that divide those of a stage."""
+    sources = max(1, num_sources(spec) // spec.trainer.pipeline_parallel)
+    return wire_dtype(spec).itemsize * num_weights(shapes) / sources, sources
 
 
 def _exported_bytes(spec: RunSpec) -> int:

@@ -233,11 +233,16 @@ def test_a_run_that_keeps_gathered_weights_is_told_that_it_fits_without():
 
 
 def test_a_copy_in_host_memory_leaves_two_buckets_on_the_gpu():
-    def sent(mode, **sync):
+    def plan(mode, **sync):
         spec = spec_with(trainer={"dtype": "bfloat16"}, weight_sync={"mode": mode, **sync})
-        return trainer_memory(spec, QWEN, gpu_bytes=10**11).parts["weights in transfer"]
+        return trainer_memory(spec, QWEN, gpu_bytes=10**11)
+
+    def sent(mode, **sync):
+        return plan(mode, **sync).parts["weights in transfer"]
 
     whole = weight_bytes(QWEN, torch.bfloat16)
     assert sent("shadow") == sent("cpu_async") == pytest.approx(whole)
     assert sent("offloaded") == 2 * 512 * 2**20
     assert sent("offloaded", bucket_bytes=1 << 20) == 2 << 20
+    assert plan("offloaded").host == {"weights in transfer": pytest.approx(whole)}
+    assert not plan("shadow").host
