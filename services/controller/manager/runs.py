@@ -1,6 +1,7 @@
 """Life cycle of runs as users command it: create, queue, patch, pause, cancel, delete."""
 
 import asyncio
+import json
 import time
 from collections.abc import Iterable
 
@@ -256,11 +257,11 @@ class RunManager:
         if delete_checkpoints:
             # Checkpoints first: once the run is deleted, nothing names files that a killed controller left.
             await self.checkpoints.delete_all(run_id, revision=revision)
-        spec = parse_spec((await self.get(run_id)).spec_json)
+        # Not parsed: the specification may be one of another release.
+        samples = json.loads((await self.get(run_id)).spec_json).get("samples") or {}
         await self._database.run(self._store.delete, run_id, revision=revision)
-        self._tasks.create_task(
-            self.samples.delete_records(run_id, directory=spec.samples.directory or "")
-        )
+        directory = samples.get("directory") or ""
+        self._tasks.create_task(self.samples.delete_records(run_id, directory=directory))
         await self._admit()
 
     async def was_deleted(self, run_id: str) -> bool:

@@ -125,7 +125,7 @@ def _read_run(run: str, reader: "Reader", url: str | None, state_directory: Path
     if number:
         return number
     view = call_api(url, lambda api: api.get(run_id), state_directory=state_directory)
-    directory = view.spec["samples"]["directory"]
+    directory = view.spec.get("samples", {}).get("directory")  # an older run has none
     return reader.read_url(join_url(directory, run_id), may_be_empty=True) if directory else 0
 
 

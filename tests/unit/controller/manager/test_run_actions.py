@@ -19,7 +19,8 @@ from services.controller.store import ledgers as ledger_store
 from services.controller.store.records import Note
 from services.controller.store.rows import forget_events
 from services.controller.store.runs import RunStore
-from tests.helpers.rest import SPEC, client_of, named, open_manager, save
+from services.controller.store.tables import RUNS
+from tests.helpers.rest import SPEC, EmptyQueue, client_of, named, open_manager, save
 
 pytestmark = pytest.mark.postgresql
 
@@ -52,6 +53,33 @@ def train(database, run_id, *, steps) -> None:
             ledger.consume(groups)
             ledger_store.write_change(connection, run_id, ledger.take_changes())
             ledger_store.commit_step(connection, run_id, step, {"reward_mean": 0.5})
+
+
+class RecordingQueue(EmptyQueue):
+    """Notes the store from which the samples of each run are deleted."""
+
+    def __init__(self) -> None:
+        self.directories: dict[str, str] = {}
+
+    async def delete_sample_records(self, run_id, *, directory=""):
+        self.directories[run_id] = directory
+
+
+async def test_a_run_of_another_release_is_deleted_with_its_samples(database, tmp_path):
+    queue, directories = RecordingQueue(), {}
+    async with (
+        open_manager(database, queue=queue) as manager,
+        client_of(manager, database, tmp_path) as api,
+    ):
+        for samples in (None, {"directory": "s3://bucket/samples"}):
+            run_id = await submitted(api)
+            await ended(api, run_id)
+            document = {"key_of_another_release": 1} | ({"samples": samples} if samples else {})
+            with database.write() as connection:
+                connection.execute(RUNS.update().values(spec_json=json.dumps(document)))
+            await manager.delete(run_id, revision=(await manager.get(run_id)).revision)
+            directories[run_id] = samples["directory"] if samples else ""
+    assert queue.directories == directories
 
 
 async def test_numbers_of_steps_are_thinned_out_evenly(api, database):
