@@ -146,6 +146,10 @@ class StoreFolder(Protocol):
 class StoredSamples(Protocol):
     """Samples of one run in an object store, as the file of its transferqueue has them."""
 
+    @property
+    def failing_s(self) -> float:
+        """Seconds since a request of the uploads first failed; 0 if the last one succeeded."""
+
     def follow(self, path: Path, *, max_bytes: int, max_steps: int) -> None:
         """Uploads what a file has and gets, in the background; a further call only sets the limits."""
 

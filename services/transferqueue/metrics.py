@@ -20,6 +20,11 @@ SAMPLE_RECORDS = Counter("slipstream_sample_records", "Sample records that were 
 SAMPLE_RECORDS_FAILED = Counter(
     "slipstream_sample_records_failed", "Sample records that could not be stored."
 )
+SAMPLE_UPLOAD_FAILING = Gauge(
+    "slipstream_sample_upload_failing_seconds",
+    "Time since uploads of samples to the object store fail, or 0.",
+    ["run"],
+)
 BACKPRESSURE = Counter(
     "slipstream_tq_backpressure_seconds",
     "Time that producers waited for free memory or quota.",

@@ -98,7 +98,9 @@ class SampleRecordKeeper:
             if run_id not in self._uploads:
                 url = join_url(directory, run_id)
                 uploads = await asyncio.to_thread(open_samples, url)
-                self._uploads.setdefault(run_id, uploads)
+                uploads = self._uploads.setdefault(run_id, uploads)
+                gauge = metrics.SAMPLE_UPLOAD_FAILING.labels(run_id)
+                gauge.set_function(lambda: uploads.failing_s)
             self._uploads[run_id].follow(path, max_bytes=max_bytes, max_steps=max_steps)
         self._index.create_partition(_partition(run_id), required_fields=(), quota_bytes=0)
         if run_id in self._runs:
@@ -172,6 +174,8 @@ class SampleRecordKeeper:
             uploads = self._uploads.pop(run_id, None)
             if uploads is None:
                 uploads = await asyncio.to_thread(open_samples, join_url(directory, run_id))
+            else:
+                metrics.SAMPLE_UPLOAD_FAILING.remove(run_id)
             await asyncio.to_thread(uploads.delete)
             await asyncio.to_thread(remove_store, path)  # the uploads may have created it
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from prometheus_client import REGISTRY
 
 from services.transferqueue.index.index import Index
 from services.transferqueue.samples import keeper
@@ -162,6 +163,10 @@ async def test_a_run_whose_controller_dies_while_old_files_are_deleted_is_record
             await flushed.wait()
 
 
+def failing_s(run_id: str) -> float | None:
+    return REGISTRY.get_sample_value("slipstream_sample_upload_failing_seconds", {"run": run_id})
+
+
 async def test_samples_are_followed_by_the_store_that_a_run_names_until_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -176,6 +181,8 @@ async def test_samples_are_followed_by_the_store_that_a_run_names_until_it_ends(
         store = stores[f"{url}/run_1"]  # a folder of the run: other runs may name the same one
         assert [call.kwargs["max_steps"] for call in store.follow.call_args_list] == [3, 5]
         assert {call.args for call in store.follow.call_args_list} == {(tmp_path / "run_1.db",)}
+        store.failing_s = 3.0
+        assert failing_s("run_1") == 3
         await kept.stop_recording("run_1")
         store.finish.assert_called_once_with()
         await kept.start_recording("run_1", max_bytes=7, max_steps=3, directory=url)
@@ -183,6 +190,7 @@ async def test_samples_are_followed_by_the_store_that_a_run_names_until_it_ends(
         await kept.delete("run_2", "s3://bucket/other")
         for deleted in (store, stores["s3://bucket/other/run_2"]):
             deleted.delete.assert_called_once_with()
+        assert failing_s("run_1") is None
     store.wait.assert_not_called()
 
 
