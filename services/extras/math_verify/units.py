@@ -91,7 +91,7 @@ _FONT: Final = re.compile(r"\\(?:text\w*|mathrm|mbox|operatorname)\s*\{([^{}]*)\
 _FRACTION: Final = re.compile(r"\\[dt]?frac\s*\{([A-Za-z\s]+)\}\s*\{([A-Za-z\s]+)\}")
 _QUANTITY: Final = re.compile(
     r"\s*\$?(?P<number>[-+]?[\d(.\\](?:.*?(?:[\d)}]|\\pi))?)\s*\$?(?:\s|~|\\[,;:! ])*"
-    r"(?P<unit>(?<![\^_{])(?:/\s*(?=[A-Za-z])|°|\^\s*\{?\s*\\circ\s*\}?|\\degree|[A-Za-zμ])[^\d=<>]*(?:\^?\{?-?[23]\}?[^\d=<>]*)*)",
+    r"(?P<unit>(?<![\^_{])(?:/\s*(?=[A-Za-z])|°|\^\s*\{?\s*\\circ\s*\}?|\\degree|[A-Za-zμ])[^\d=<>]*(?:[23][^\d=<>]*)*)",
     re.DOTALL,
 )
 _FACTOR: Final = re.compile(r"([^\s^/*]+?)\^?\{?(-?[23])?\}?")

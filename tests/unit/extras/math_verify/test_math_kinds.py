@@ -9,6 +9,7 @@ import pytest
 from services.extras.math_verify.answer import math_answer
 
 COUNT = 20
+MANY_POWERS = "3x^{2}y^{3}-2x^{2}-3x^{3}-2y^{2}-3y^{3}z^{2}-2z^{3}x^{2}-3z^{2}y^{3}=4"
 # Kind: for a number, the expected answer, right answers and wrong ones.
 Kind = Callable[[int], tuple[str, list[str], list[str]]]
 
@@ -390,3 +391,9 @@ def test_right_responses_score_1_and_wrong_ones_0(kind: Kind) -> None:
 def test_the_name_of_a_currency_is_an_answer() -> None:
     assert math_answer("", "The answer is USD.", "USD", {}) == 1.0
     assert math_answer("", "USD .5", "0.5", {}) == 1.0
+
+
+def test_a_formula_of_many_powers_is_read_within_the_limit_of_time() -> None:
+    other = MANY_POWERS.replace("=4", "=5")
+    for given, reward in ((MANY_POWERS, 1.0), (other, 0.0)):
+        assert math_answer("", f"\\boxed{{{given}}}", MANY_POWERS, {}) == reward
