@@ -72,7 +72,7 @@ async def test_a_server_that_restarts_between_requests_gets_no_work_before_it_ha
         assert result.version_runs == ((1, 3),)
         assert result.logprobs == (-0.5,) * 3
         assert server.engine.num_sampled == 3
-    lost, serves = events
+    lost, *_, serves = events
     assert lost.startswith(f"EngineServerLost: {server.address} gets no work")
     assert serves == f"EngineServerServes: {server.address} serves version 1"
 
