@@ -85,6 +85,10 @@ class PackedColumn:
 
     def joined(self) -> memoryview:
         """Returns all bytes of the column."""
+        if (
+            not self.size_bytes
+        ):  # the stride of an empty tensor may be 0, which has no view as bytes
+            return memoryview(b"")
         whole = torch.cat(self.pieces) if len(self.pieces) > 1 else self.pieces[0].contiguous()
         return whole.detach().view(torch.uint8).numpy().data
 

@@ -50,6 +50,11 @@ def test_rows_of_every_dtype_and_shape_round_trip(
     assert all(map(same, there_and_back(rows).unbind(), rows))
 
 
+def test_an_empty_row_may_have_any_stride() -> None:
+    (row,) = there_and_back([torch.empty(0, dtype=torch.int32).as_strided((0,), (0,))]).unbind()
+    assert (row.shape, row.dtype) == ((0,), torch.int32)
+
+
 def test_rows_of_different_lengths_round_trip_from_lists_and_jagged() -> None:
     rows = [torch.arange(n, dtype=torch.int64) for n in (3, 0, 5)]
     for values in (rows, Jagged.from_list(rows)):
