@@ -220,7 +220,7 @@ async def test_what_is_started_is_written_down(tmp_path):
         spec = RunSpec.model_validate(SPEC)
         await launcher_of(tmp_path, tasks, Orders(Exited())).start("run_a", spec)
     (entry,) = json.loads((tmp_path / "run_a" / "logs" / "rollout-0.process").read_text())
-    assert entry["pid"] == os.getpid()
+    assert entry["pid"] == Exited.pid
 
 
 def test_ranks_rendezvous_at_a_reserved_port():

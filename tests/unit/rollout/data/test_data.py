@@ -69,6 +69,7 @@ def test_an_exception_of_the_datasets_library_has_its_key(
     def fails(*_: object, **__: object) -> None:
         raise datasets.exceptions.DatasetGenerationError("broken")
 
+    monkeypatch.chdir(tmp_path)  # the library lists all files below the working directory
     monkeypatch.setattr(datasets, "load_dataset", fails)
     with pytest.raises(ValueError, match=r"data\.train\.path"):
         open_sources(data("huggingface", "json", train={"split": "train"}))
