@@ -418,11 +418,11 @@ class Fleet:
 
     async def _probe_engine(self, server: FleetServer, silence_s: float) -> None:
         """Loses a server whose engine does not score a text; a long prompt or queue only delays tokens."""
-        asked = (server.session, server.version)
+        state = (server.session, server.version)
         try:
             await server.score(_PROBE_TEXT)
         except (ServerAwayError, ServerRefusedError) as error:
-            if (server.session, server.version) == asked:
+            if (server.session, server.version) == state:
                 reason = f"it sent no token for {silence_s:.0f} s, and its engine scores no text: {error}"
                 self.lose(server, reason)
         finally:

@@ -100,10 +100,10 @@ def _is_answered(expected: str, response: str, answer: Any) -> bool:
     if not spelling.as_text(expected):
         raise ValueError(f"math_verify finds no expression in the answer {str(answer)[-80:]!r}")
     response, expected = spelling.without_emphasis(response), spelling.without_emphasis(expected)
-    given = _marked(response)
-    if given is not None:
-        given = spelling.without_emphasis(_single_spaced(given)).removesuffix("\\")
-        return len(given) <= _MAX_EXPRESSION_CHARACTERS and _same(expected, given)
+    candidate = _marked(response)
+    if candidate is not None:
+        candidate = spelling.without_emphasis(_single_spaced(candidate)).removesuffix("\\")
+        return len(candidate) <= _MAX_EXPRESSION_CHARACTERS and _same(expected, candidate)
     lines = [line for text in response.splitlines() if (line := _single_spaced(text))]
     if len(lines) == 1 and not spelling.has_words(line := spelling.spelled(lines[0])):
         if _same(expected, line):
@@ -118,14 +118,14 @@ def _is_said(expected: str, lines: list[str]) -> bool:
     response = "\n".join(lines)[-_MAX_PROSE_CHARACTERS:]
     is_line = len(lines) == 1
     announced = _ANNOUNCED.findall(response)
-    given = announced[-1].strip("* ") if announced else response
+    candidate = announced[-1].strip("* ") if announced else response
     if announced or is_line:
-        given = spelling.spelled(given)
-        is_short = bool(announced) and not spelling.has_words(given)
-        if is_short or units.split(given)[1] is not None:
-            return _same(expected, given)
-    said = _SAID.search(given)
-    ending = said[1] if said else given if announced or is_line else ""
+        candidate = spelling.spelled(candidate)
+        is_short = bool(announced) and not spelling.has_words(candidate)
+        if is_short or units.split(candidate)[1] is not None:
+            return _same(expected, candidate)
+    said = _SAID.search(candidate)
+    ending = said[1] if said else candidate if announced or is_line else ""
     last_line = lines[-1] if lines else ""
     if not spelling.is_changed(expected) and (
         spelling.has_changed_number(ending)
@@ -133,7 +133,7 @@ def _is_said(expected: str, lines: list[str]) -> bool:
         or spelling.is_bound(ending)
     ):
         return False
-    if spelling.same_text(expected, given) or (said and spelling.same_text(expected, said[1])):
+    if spelling.same_text(expected, candidate) or (said and spelling.same_text(expected, said[1])):
         return True
     short = spelling.spelled(said[1]) if said else ""
     if not short or (spelling.has_words(short) and units.split(short)[1] is None):
@@ -143,7 +143,7 @@ def _is_said(expected: str, lines: list[str]) -> bool:
     if short:
         return _same(expected, short)
     gold = [] if spelling.is_text(expected) else _read(expected)
-    return any(_verify(gold, _parse(given, wanted)) for wanted in (_SEARCH, _SEARCH_UNITS))
+    return any(_verify(gold, _parse(candidate, wanted)) for wanted in (_SEARCH, _SEARCH_UNITS))
 
 
 @contextmanager
@@ -216,39 +216,42 @@ def _braced(text: str) -> str:
     return text
 
 
-def _same(expected: str, given: str) -> bool:
-    if spelling.same_text(expected, given):
+def _same(expected: str, candidate: str) -> bool:
+    if spelling.same_text(expected, candidate):
         return True
-    expected, given = spelling.spelled(expected), spelling.spelled(given.strip(" ,;"))
+    expected, candidate = spelling.spelled(expected), spelling.spelled(candidate.strip(" ,;"))
     if not spelling.is_changed(expected) and (
-        spelling.is_changed(given) or spelling.is_bound(given)
+        spelling.is_changed(candidate) or spelling.is_bound(candidate)
     ):
         return False
-    if (same := _same_quantity(expected, given)) is not None:
+    if (same := _same_quantity(expected, candidate)) is not None:
         return same
-    (wanted, value), (chosen, given_value) = spelling.choice(expected), spelling.choice(given)
-    if wanted and chosen and (value or given_value or wanted == chosen):
+    (wanted, value), (chosen, candidate_value) = (
+        spelling.choice(expected),
+        spelling.choice(candidate),
+    )
+    if wanted and chosen and (value or candidate_value or wanted == chosen):
         return wanted == chosen
-    is_ratio = spelling.ratio_as_fraction(given) is not None
+    is_ratio = spelling.ratio_as_fraction(candidate) is not None
     if (wanted and not value) or (is_ratio and spelling.plain_number(expected) is not None):
         return False
-    expected, given = value or expected, given_value or given
-    bare = spelling.without_condition(expected), spelling.without_condition(given)
-    if (bare[0] == expected) != (bare[1] == given) or spelling.same_text(
-        expected[len(bare[0]) :], given[len(bare[1]) :]
+    expected, candidate = value or expected, candidate_value or candidate
+    bare = spelling.without_condition(expected), spelling.without_condition(candidate)
+    if (bare[0] == expected) != (bare[1] == candidate) or spelling.same_text(
+        expected[len(bare[0]) :], candidate[len(bare[1]) :]
     ):
-        expected, given = bare
-    ratios = spelling.ratio_as_fraction(expected), spelling.ratio_as_fraction(given)
+        expected, candidate = bare
+    ratios = spelling.ratio_as_fraction(expected), spelling.ratio_as_fraction(candidate)
     if (ratios[0] is None) != (ratios[1] is None):
-        expected, given = ratios[0] or expected, ratios[1] or given
-    return spelling.same_text(expected, given) or (
-        not spelling.is_text(expected) and _same_number(expected, given)
+        expected, candidate = ratios[0] or expected, ratios[1] or candidate
+    return spelling.same_text(expected, candidate) or (
+        not spelling.is_text(expected) and _same_number(expected, candidate)
     )
 
 
-def _same_quantity(expected: str, given: str) -> bool | None:
+def _same_quantity(expected: str, candidate: str) -> bool | None:
     """Compares two numbers with units; returns None if not both have a unit."""
-    (wanted, wanted_unit), (number, unit) = units.split(expected), units.split(given)
+    (wanted, wanted_unit), (number, unit) = units.split(expected), units.split(candidate)
     if wanted_unit is None or unit is None:
         return None
     if units.are_angles(wanted_unit, unit):
@@ -265,11 +268,11 @@ def _same_quantity(expected: str, given: str) -> bool | None:
     return _same_number(wanted, number)
 
 
-def _same_number(expected: str, given: str) -> bool:
+def _same_number(expected: str, candidate: str) -> bool:
     """Compares values; a chain such as ``1 + 1 = 2`` must be true, and one part of it the answer."""
-    parts = spelling.numbers_of_chain(given)
+    parts = spelling.numbers_of_chain(candidate)
     if len(parts) == 1 or len(spelling.numbers_of_chain(expected)) > 1:
-        return _same_value(expected, given)
+        return _same_value(expected, candidate)
     return _is_chain(parts) and any(_same_value(expected, part) for _, part in parts)
 
 
@@ -284,21 +287,21 @@ def _is_chain(parts: list[tuple[str, str]]) -> bool:
     )
 
 
-def _same_value(expected: str, given: str) -> bool:
-    plain = spelling.plain_number(expected), spelling.plain_number(given)
-    is_scaled = spelling.has_magnitude(expected) or spelling.has_magnitude(given)
+def _same_value(expected: str, candidate: str) -> bool:
+    plain = spelling.plain_number(expected), spelling.plain_number(candidate)
+    is_scaled = spelling.has_magnitude(expected) or spelling.has_magnitude(candidate)
     if None not in plain and not is_scaled:
         return plain[0] == plain[1]
-    items = _plain_items(expected), _plain_items(given)
+    items = _plain_items(expected), _plain_items(candidate)
     if all(items) and any(len(side) > len({*side}) for side in items):
         return sorted(items[0]) == sorted(items[1])
-    if _NESTED_FACTORIAL.search(given):
+    if _NESTED_FACTORIAL.search(candidate):
         return False
-    bases = {base for each in (expected, given) if (base := spelling.base(each))}
+    bases = {base for each in (expected, candidate) if (base := spelling.base(each))}
     if len(bases) > 1 or (bases and bases != {"10"} and not spelling.base(expected)):
         return False
-    if spelling.has_magnitude(expected) and spelling.has_magnitude(given):
-        expected, given = spelling.with_magnitude(expected), spelling.with_magnitude(given)
+    if spelling.has_magnitude(expected) and spelling.has_magnitude(candidate):
+        expected, candidate = spelling.with_magnitude(expected), spelling.with_magnitude(candidate)
     # The answer to "which per cent?" may be 25 as well as 25 %.
     ways: list[Callable[[str], str]] = [
         str,
@@ -308,7 +311,7 @@ def _same_value(expected: str, given: str) -> bool:
     ]
     if plain[0] is not None and abs(plain[0]) < 1 and "%" not in expected:
         ways.remove(spelling.without_per_cent)  # a share, not a number of per cents
-    pairs = [(way(expected), way(given)) for way in ways]
+    pairs = [(way(expected), way(candidate)) for way in ways]
     return any(_verify(_read(one), _read(other)) for one, other in dict.fromkeys(pairs))
 
 

@@ -211,5 +211,5 @@ def _host_zeros(parameter: nn.Parameter) -> Tensor:
 def _on_host(state: Tensor, parameter: nn.Parameter) -> Tensor:
     """Returns a state of a parameter in host memory, which is pinned if the state is on a GPU."""
     local = local_part(state)
-    held = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda).copy_(local)
-    return spread_like(held, parameter, shape=state.shape)
+    copy = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda).copy_(local)
+    return spread_like(copy, parameter, shape=state.shape)

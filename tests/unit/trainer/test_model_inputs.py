@@ -47,11 +47,15 @@ def packed(
 def test_equal_tokens_with_other_inputs_share_nothing() -> None:
     prompts, responses = [[5, PLACEHOLDER, 6, 7]] * 3, [[8, 9, 2], [8, 10, 2], [8, 11, 2]]
     first_image, other = features(1, 1), features(2, 1)
-    found = packed(prompts, responses, [first_image, other, first_image])
-    assert found.work.tokens == 7 + 6, "two sequences share a prompt and a token, the third nothing"
-    assert [(span.start, span.end) for span in found.inputs] == [(0, 7), (7, 13)]
-    assert [span.inputs for span in found.inputs] == [first_image, other]
-    assert found.input_ids[0] == found.input_ids[7] == 5, "the keys that compare are no token ids"
+    packed_tokens = packed(prompts, responses, [first_image, other, first_image])
+    assert packed_tokens.work.tokens == 7 + 6, (
+        "two sequences share a prompt and a token, the third nothing"
+    )
+    assert [(span.start, span.end) for span in packed_tokens.inputs] == [(0, 7), (7, 13)]
+    assert [span.inputs for span in packed_tokens.inputs] == [first_image, other]
+    assert packed_tokens.input_ids[0] == packed_tokens.input_ids[7] == 5, (
+        "the keys that compare are no token ids"
+    )
 
 
 def test_prompts_with_inputs_are_shared_as_a_whole_or_not_at_all() -> None:
@@ -68,9 +72,9 @@ def test_other_experts_in_a_prompt_with_inputs_leave_nothing_shared() -> None:
     experts[1, 3] = 1
     jagged_experts = Jagged(experts.flatten(0, 1), torch.tensor([6, 6]))
     assert packed(prompts, responses, [NONE] * 2, experts=jagged_experts).work.tokens < 12
-    found = packed(prompts, responses, [image] * 2, experts=jagged_experts)
-    assert found.work.tokens == 12
-    assert len(found.inputs) == 2
+    packed_tokens = packed(prompts, responses, [image] * 2, experts=jagged_experts)
+    assert packed_tokens.work.tokens == 12
+    assert len(packed_tokens.inputs) == 2
 
 
 def test_micro_batches_keep_samples_with_equal_inputs_together() -> None:

@@ -127,16 +127,16 @@ def random_conversation(
         else:
             sampled_ids = [7, *[rng.randrange(3, 5)] * rng.randrange(1, 3)]
             world = random.Random(f"{shared_seed} {response} {sampled_ids}")
-        place = len(tokens) + len(response) + len(sampled_ids)
+        num_tokens = len(tokens) + len(response) + len(sampled_ids)
         observed_ids, inputs = random_prompt(
-            world, world.randrange(3), num_tokens=place, num_earlier=num_images
+            world, world.randrange(3), num_tokens=num_tokens, num_earlier=num_images
         )
         num_images += len(inputs.tensors.get("image_places", ()))
         # The text after the images may differ between conversations.
         observed_ids.append(rng.randrange(3, 59 if shared_seed is None else 5))
         response += [*sampled_ids, *observed_ids]
         runs += [(0, len(sampled_ids)), (TOOL_VERSION, len(observed_ids))]
-        turn_images[place] = inputs
+        turn_images[num_tokens] = inputs
     return Conversation(tokens, [*response, 5, 6], images, turn_images, (*runs, (0, 2)))
 
 

@@ -98,11 +98,11 @@ def test_any_range_of_a_flat_tensor_finds_its_columns(dim: int) -> None:
     shape = (3, 4, 5)
     source = torch.arange(60.0).view(shape)
     piece = Piece(source="s", dim=dim, start=1, length=2, target="t", target_start=1)
-    held = tuple(4 if index == dim else size for index, size in enumerate(shape))
-    expected = torch.full(held, -1.0)
+    local_shape = tuple(4 if index == dim else size for index, size in enumerate(shape))
+    expected = torch.full(local_shape, -1.0)
     expected.narrow(dim, 1, 2).copy_(source.narrow(dim, 1, 2))
     for first, last in itertools.combinations(range(0, 61, 3), 2):
-        got = torch.full(held, -1.0)
+        got = torch.full(local_shape, -1.0)
         target = FlatTarget(piece, shape, got)
         for begin, end in ((0, first), (first, last), (last, 60)):
             for place, values in target.pairs(begin, source.flatten()[begin:end]):

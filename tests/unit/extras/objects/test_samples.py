@@ -147,11 +147,13 @@ def test_a_process_without_the_file_shows_earlier_samples_as_older(
     SampleStore(second).write([made(3), made(2, response="again")], **NO_BOUND)
     upload(uploads, second)
     query = SampleRecordQuery()
-    shown = [line for batch in SampleStore(second).lines(query) for line in batch]
-    assert [line.split(b'"')[3] for line in shown] == [b"g2.0", b"g3.0", b"g1.0"]
-    assert b"again" in shown[0]
-    assert b'"step":5' not in shown[0], "the earlier training is not that of the new sample"
-    assert b'"step":5' in shown[2]
+    lines_of_group = [line for batch in SampleStore(second).lines(query) for line in batch]
+    assert [line.split(b'"')[3] for line in lines_of_group] == [b"g2.0", b"g3.0", b"g1.0"]
+    assert b"again" in lines_of_group[0]
+    assert b'"step":5' not in lines_of_group[0], (
+        "the earlier training is not that of the new sample"
+    )
+    assert b'"step":5' in lines_of_group[2]
     opened().restore(tmp_path / "copy.db")
     again = SampleRecordQuery(sample_id="g2.0")
     (restored,) = [

@@ -116,8 +116,10 @@ async def test_exact_match_starts_no_process(answer: Any, response: str, value: 
 async def test_an_answer_that_cannot_be_compared_fails_the_reward(
     answer: Any, arguments: dict[str, Any], message: str
 ) -> None:
-    given = RewardInput(prompt="p", response="1", answer=answer, row={})
+    reward_input = RewardInput(prompt="p", response="1", answer=answer, row={})
     async with CallPool(0) as pool:
         with pytest.raises(CallError, match=message) as caught:
-            await Scorer([RewardSpec(name="exact_match", arguments=arguments)], pool).score(given)
+            await Scorer([RewardSpec(name="exact_match", arguments=arguments)], pool).score(
+                reward_input
+            )
     assert caught.value.kind == "exception"
