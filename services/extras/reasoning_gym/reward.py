@@ -80,11 +80,8 @@ def gym_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) 
     verify = _gym_verifier(task["name"], json.dumps(task["arguments"], sort_keys=True))
     if _is_no_number(answer_text, row.get("answer")):
         return 0.0
-    try:
-        score = float(verify(answer=answer_text, entry=entry))
-    except (ImportError, OSError, MemoryError):  # no fault of the response; includes TimeoutError
-        raise
-    except Exception:  # noqa: BLE001 -- each verifier has its own
+    score = _score(verify, entry, answer_text)
+    if score is None:
         # Some verifiers raise for a text of another form; others are broken, or the row is.
         verify(answer=row.get("answer"), entry=entry)
         return 0.0
@@ -134,16 +131,19 @@ def _has_ignored_text(verify: Callable[..., Any], text: str, entry: Mapping[str,
     shorter |= {stripped.partition("\n")[2], stripped.rpartition("\n")[0]}
     if not _ONE_NUMBER.fullmatch(stripped):
         shorter |= {stripped[1:], stripped[:-1]}
-    return any(map(functools.partial(_is_accepted, verify, entry), shorter - {"", stripped}))
+    return any(
+        (_score(verify, entry, shortened) or 0.0) >= 1.0 for shortened in shorter - {"", stripped}
+    )
 
 
-def _is_accepted(verify: Callable[..., Any], entry: Mapping[str, Any], text: str) -> bool:
+def _score(verify: Callable[..., Any], entry: Mapping[str, Any], text: str) -> float | None:
+    """Returns the verifier's score of a text; None if the verifier raises for it."""
     try:
-        return float(verify(answer=text, entry=entry)) >= 1.0
-    except (ImportError, OSError, MemoryError):
+        return float(verify(answer=text, entry=entry))
+    except (ImportError, OSError, MemoryError):  # no fault of the response; includes TimeoutError
         raise
-    except Exception:  # noqa: BLE001 -- as above: a text of another form
-        return False
+    except Exception:  # noqa: BLE001 -- each verifier has its own
+        return None
 
 
 def _is_no_number(text: str, answer: Any) -> bool:
