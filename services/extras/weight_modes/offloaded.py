@@ -9,44 +9,32 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from services.extras.weight_modes.sending import send_staged
+from services.extras.weight_modes.sending import StagedSender
 from services.weightsync.arena import WeightArena
 from services.weightsync.endpoints import WeightSource, on_device
-from services.weightsync.group import WeightGroup
-from services.weightsync.modes.base import pack_weights
 from services.weightsync.modes.staged import Slots
 from services.weightsync.plan import WeightPlan
-from services.weightsync.transfer import TransferOrder, Transferred
 
 _HOST = torch.device("cpu")
 
 
-class OffloadedSender:
+class OffloadedSender(StagedSender):
     """Sends an arena in host memory through two slots on the device."""
 
     def __init__(self, plan: WeightPlan, device: torch.device, source: int) -> None:
-        self.plan = plan
-        self.held_version = -1
-        self._packed_version = -1
         self._device = device
-        self._slots = Slots(plan, device)
         # Pinned memory takes seconds for each 10 GB, in which this process must answer its peers.
         allocator = ThreadPoolExecutor(1, thread_name_prefix="pinned-memory")
         pinned = device.type == "cuda"
-        self._arena = allocator.submit(_HostArena, plan, source=source, pinned=pinned)
+        arena = allocator.submit(_HostArena, plan, source=source, pinned=pinned)
         allocator.shutdown(wait=False)
+        super().__init__(plan, Slots(plan, device), arena.result)
 
-    def pack(self, source: WeightSource, version: int) -> None:
-        if version != self._packed_version:
-            self._packed_version = -1
-            with on_device(self._device):
-                pack_weights(source, self._arena.result())
-                if self._device.type == "cuda":
-                    torch.cuda.current_stream().synchronize()
-            self._packed_version = version
-
-    def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        return send_staged(group, self._arena.result(), self._slots, order)
+    def _copy(self, source: WeightSource) -> None:
+        with on_device(self._device):
+            super()._copy(source)
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
 
 
 class _HostArena(WeightArena):
