@@ -35,7 +35,7 @@ from slipstream_client.request import ApiError, Request, no_controller
 __all__ = ["Api", "ApiError"]
 
 NO_CONTROLLER = "start one with 'slipstream up', or set --url or SLIPSTREAM_URL"
-"""What to do if no controller runs."""
+"""Advice in the error for a command that reaches no controller."""
 _EVENTS_A_PAGE = 1000
 _SAMPLE_KEYS = frozenset(("id", "prompt", "reward"))
 

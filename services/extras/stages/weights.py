@@ -1,4 +1,4 @@
-"""Export of a stage's weights: every rank sends rows of its own layers, and no rank gathers the model."""
+"""Export of weights by pipeline stages: each rank sends rows of the layers that it holds."""
 
 from collections.abc import Iterator
 

@@ -45,6 +45,19 @@ def _allow(servers: list[FakeServer], number: int) -> None:
             server.engine.steps.release()
 
 
+async def _begin_response(
+    engine: FleetEngine, servers: list[FakeServer]
+) -> tuple[asyncio.Future[GenerationResult], FakeServer, FakeServer]:
+    """Returns a response of six tokens that has two, the server that samples it, and the other server."""
+    await _adopt(engine, 1, 0.5)
+    task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=6)))
+    _allow(servers, 2)
+    await until(lambda: engine.stats().tokens_total == 2)
+    (used,) = [server for server in servers if server.engine.num_sampled]
+    (other,) = [server for server in servers if server is not used]
+    return task, used, other
+
+
 async def test_tokens_state_the_version_of_the_weights_that_sampled_them() -> None:
     async with serving(2) as servers, attached_engine(servers, []) as engine:
         await _adopt(engine, 1, 0.5)
@@ -80,12 +93,7 @@ async def test_a_server_that_restarts_between_requests_gets_no_work_before_it_ha
 async def test_a_response_continues_elsewhere_when_its_server_is_lost() -> None:
     events: list[str] = []
     async with serving(2) as servers, attached_engine(servers, events) as engine:
-        await _adopt(engine, 1, 0.5)
-        task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=6)))
-        _allow(servers, 2)
-        await until(lambda: engine.stats().tokens_total == 2)
-        (used,) = [server for server in servers if server.engine.num_sampled]
-        (other,) = [server for server in servers if server is not used]
+        task, used, other = await _begin_response(engine, servers)
         await used.stop()
         _allow([other], MANY)
         result = await task
@@ -173,12 +181,7 @@ async def test_a_response_leaves_a_server_whose_engine_hangs_while_it_answers(
     monkeypatch.setattr(vllm_server_module, "SCORE_TIMEOUT_S", 0.3)
     events: list[str] = []
     async with serving(2) as servers, attached_engine(servers, events) as engine:
-        await _adopt(engine, 1, 0.5)
-        task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=6)))
-        _allow(servers, 2)
-        await until(lambda: engine.stats().tokens_total == 2)
-        (frozen,) = [server for server in servers if server.engine.num_sampled]
-        (other,) = [server for server in servers if server is not frozen]
+        task, frozen, other = await _begin_response(engine, servers)
         frozen.engine.scores.clear()
         _allow([other], MANY)
         result = await task
