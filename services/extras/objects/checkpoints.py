@@ -290,9 +290,8 @@ class ObjectCheckpoints:
             return
         total = sum(manifest.sizes.values())
         self._progress = TransferProgress(f"uploading {self._store.url}/{name}", total)
-        is_new = (
-            upload.keep is not None
-        )  # the store has nothing of an upload that this process made
+        # The store has nothing of an upload that this process made.
+        is_new = upload.keep is not None
         if is_new or not self._is_stored(name, manifest):
             rank_files = {f: n for f, n in manifest.sizes.items() if self._owner(f) == 0}
             missing = rank_files if is_new else self._missing(name, manifest, rank_files)
@@ -319,11 +318,13 @@ class ObjectCheckpoints:
         return 0 if matched is None else (int(matched["number"]) - 1) % self._world_size
 
     def _request(self, request: Any) -> Any:
-        """Repeats a request until it succeeds; refused credentials may be corrected, too."""
+        """Repeats a request until it succeeds; refused credentials may be corrected, but no damaged data."""
 
         def retriable() -> Any:
             try:
                 return request()
+            except DataLossError:
+                raise
             except ServiceError as error:
                 raise UnavailableError(error.message) from error
 
@@ -359,12 +360,13 @@ class ObjectCheckpoints:
 
         def send(file: str) -> None:
             path = upload.folder / file
-            if (size := path.stat().st_size) != manifest.sizes[file]:
-                raise DataLossError(
-                    f"{path} has {size} bytes, but its manifest says {manifest.sizes[file]}"
-                )
 
             def attempt() -> None:
+                # Before each repetition: the file may be damaged while the store fails.
+                if (size := path.stat().st_size) != manifest.sizes[file]:
+                    raise DataLossError(
+                        f"{path} has {size} bytes, but its manifest says {manifest.sizes[file]}"
+                    )
                 self._store.upload(path, f"{name}/{manifest.upload}/{file}", on_bytes=self._count)
 
             self._request(attempt)

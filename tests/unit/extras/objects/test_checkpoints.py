@@ -10,10 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from services.common.errors import DeadlineExceededError
+from services.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    UnavailableError,
+)
 from services.common.fields import new_id
 from services.common.stores import join_url
 from services.extras.objects import checkpoints, transfers
@@ -48,6 +53,27 @@ def opened(bucket: str) -> Iterator[Opener]:
         yield open_
 
 
+def publish(
+    store: ObjectCheckpoints,
+    root: Path,
+    step: int,
+    *,
+    keep: int = 2,
+    keep_steps: tuple[int, ...] = (),
+    size: int = 1000,
+) -> Path:
+    """Publishes a checkpoint on disk, as the trainer does."""
+    unfinished = manifest.unfinished_of(root, step)
+    unfinished.mkdir(parents=True)
+    for rank in (1, 2):
+        name = f"shard-{rank:05d}-00001.safetensors"
+        (unfinished / name).write_bytes(random.Random(step).randbytes(size))
+    kept = {*keep_steps, *store.pending_steps()}
+    return manifest.publish(
+        root, step, {"step": step}, keep=keep, keep_steps=kept, upload=new_id("upload")
+    )
+
+
 def save(
     store: ObjectCheckpoints,
     root: Path,
@@ -58,15 +84,7 @@ def save(
     size: int = 1000,
 ) -> Path:
     """Publishes a checkpoint on disk and submits it, as the trainer does."""
-    unfinished = manifest.unfinished_of(root, step)
-    unfinished.mkdir(parents=True)
-    for rank in (1, 2):
-        name = f"shard-{rank:05d}-00001.safetensors"
-        (unfinished / name).write_bytes(random.Random(step).randbytes(size))
-    kept = {*keep_steps, *store.pending_steps()}
-    folder = manifest.publish(
-        root, step, {"step": step}, keep=keep, keep_steps=kept, upload=new_id("upload")
-    )
+    folder = publish(store, root, step, keep=keep, keep_steps=keep_steps, size=size)
     store.submit(folder, keep=keep, keep_steps=keep_steps)
     return folder
 
@@ -175,10 +193,31 @@ def test_a_damaged_folder_is_left_out_and_does_not_hold_up_the_next_one(
 ) -> None:
     store = opened()
     relay.set("refuse")
-    folder = save(store, tmp_path, 1)
+    folder = publish(store, tmp_path, 1)
     next(folder.glob("*.safetensors")).write_bytes(b"")
+    store.submit(folder, keep=2, keep_steps=())
     save(store, tmp_path, 2)
     relay.set("forward")
+    store.wait(LONG_S)
+    assert stored_steps(store) == [2]
+
+
+def test_a_file_that_is_damaged_between_two_attempts_is_left_out(
+    opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened()
+    upload = store._store.upload
+
+    def fail_once(file: Path, name: str, **options: Any) -> None:
+        monkeypatch.setattr(store._store, "upload", upload)
+        file.write_bytes(b"")
+        raise UnavailableError("the store fails")
+
+    monkeypatch.setattr(store._store, "upload", fail_once)
+    save(store, tmp_path, 1)
+    with pytest.raises(FailedPreconditionError, match="its manifest says"):
+        store.wait(LONG_S)
+    save(store, tmp_path, 2)
     store.wait(LONG_S)
     assert stored_steps(store) == [2]
 
