@@ -98,7 +98,6 @@ import asyncio
 import logging
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Never
 
 import sqlalchemy as sa
@@ -138,7 +137,6 @@ from services.controller.run.state.worker_failures import RolloutsOutdatedError
 from services.controller.run.train.checkpoints import Checkpoints, UploadReports, ready_checkpoints
 from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
 from services.controller.run.train.train_step import EarlyTraining, TrainSteps, take_batch
-from services.controller.store import ledgers as ledger_store
 from services.controller.store.records import Note
 from services.controller.store.rows import Request
 from services.controller.store.runs import Work
@@ -473,7 +471,7 @@ class TrainingPipeline:
             return
         self.activity = "CHECKPOINTING"
         with self.waits("checkpoint"):
-            await self.checkpoints.save(
+            is_saved = await self.checkpoints.save(
                 self.connections.trainer,
                 self.connections.critic,
                 self.ledger,
@@ -483,6 +481,8 @@ class TrainingPipeline:
                 skipped_since=self.progress.skipped_since,
                 also=self.request_queue.done(self.request_queue.get("save")),
             )
+        if not is_saved:
+            self.progress.forget_score(self.step)
 
     def _protected_steps(self) -> set[int]:
         """Returns steps whose checkpoints are kept regardless of age: the best one and candidates for it."""
@@ -564,18 +564,16 @@ class TrainingPipeline:
 
     async def _compare_with_best(self, evaluation: Evaluation) -> str:
         """Compares an evaluated checkpoint with the best one; returns text for the event's message."""
-        checkpoint, step = self.spec.now.trainer.checkpoint, evaluation.step
-        is_saved = step > 0 and (
-            step == self.spec.num_steps or (checkpoint.every and step % checkpoint.every == 0)
-        )
-        if checkpoint.best is None or evaluation.status != "ok" or not is_saved:
+        best, step = self.spec.now.trainer.checkpoint.best, evaluation.step
+        if best is None or evaluation.status != "ok" or step == 0:
             return ""
-        evaluated = await self.journal.read(partial(ledger_store.read_metrics, steps=[step]))
-        if evaluated and evaluated[0].metrics.get("is_skipped"):
-            return "; no checkpoint has this version, because its step changed no weights"
-        score = score_of(evaluation, checkpoint.best)
+        is_due = self._is_final_save_due if self.is_done else self.is_save_due
+        ready = await self.journal.read(ready_checkpoints)
+        if not (is_due and step == self.step) and step not in {row.step for row in ready}:
+            return "; no checkpoint has this version"
+        score = score_of(evaluation, best)
         if score is None:
-            return f"; cannot compare it by trainer.checkpoint.best: it has no {checkpoint.best.metric}"
+            return f"; cannot compare it by trainer.checkpoint.best: it has no {best.metric}"
         self.progress.record_score(score, step=step, version=evaluation.version)
         is_best = self.progress.best is not None and self.progress.best["step"] == step
         return ", the best checkpoint so far" if is_best else ""

@@ -49,6 +49,7 @@ class Progress:
         """``reason`` and ``message`` if the newest steps trained nothing."""
         self.best: Mapping[str, Any] | None = None
         """``step``, ``weight_version`` and ``score`` of the saved version with the highest held-out score."""
+        self._best_before: Mapping[str, Any] | None = None
 
     @property
     def num_steps(self) -> int:
@@ -140,7 +141,13 @@ class Progress:
     def record_score(self, score: float, *, step: int, version: int) -> None:
         """Records the score of a saved version; the first of equal scores stays the best."""
         if self.best is None or score > self.best["score"]:
+            self._best_before = self.best
             self.best = {"step": step, "weight_version": version, "score": score}
+
+    def forget_score(self, step: int) -> None:
+        """Restores the best version before ``step``, whose checkpoint could not be saved."""
+        if self.best is not None and self.best["step"] == step:
+            self.best = self._best_before
 
     def record_advice(self, advice: Mapping[str, str]) -> None:
         self._advice = advice

@@ -238,10 +238,10 @@ class Checkpoints:
         keep_steps: Collection[int],
         skipped_since: int | None,
         also: Work,
-    ) -> None:
+    ) -> bool:
         """Saves the trainer's newest step and the samples in flight, and records both in one transaction.
 
-        A failed save does not stop training: the failure is recorded instead.
+        A failed save does not stop training: the failure is recorded instead. Returns True after a success.
 
         Args:
             ledger: Ledger to record in the same transaction.
@@ -268,7 +268,6 @@ class Checkpoints:
         checkpoint = await self._save(
             trainer, critic, step=step, version=version, keep_steps=sorted(steps)
         )
-        self._saved_at, self.saved_step = self._clock.monotonic(), step
 
         def write(connection: sa.Connection) -> None:
             self._write(connection, checkpoint, sorted(steps))
@@ -278,6 +277,8 @@ class Checkpoints:
         seconds = self._clock.monotonic() - begin
         note = _ended(checkpoint, seconds=seconds, why_volatile=why_volatile)
         await self._journal.record_event(note, ledger, also=write)
+        self._saved_at, self.saved_step = self._clock.monotonic(), step
+        return checkpoint.state == "READY"
 
     async def _save(
         self,
@@ -348,14 +349,13 @@ class Checkpoints:
     ) -> None:
         table = CHECKPOINTS.c
         of_run = table.run_id == self._run_id
-        if checkpoint.state == "READY":
-            # The trainer overwrites a step's folder, and deletes all but the newest folders.
-            connection.execute(CHECKPOINTS.delete().where(of_run, table.step == checkpoint.step))
-        connection.execute(
-            CHECKPOINTS.insert().values(
-                {name: getattr(checkpoint, name) for name in Checkpoint.__slots__}
-            )
-        )
+        values = {name: getattr(checkpoint, name) for name in Checkpoint.__slots__}
+        if checkpoint.state != "READY":
+            connection.execute(CHECKPOINTS.insert().values(values))
+            return
+        # The trainer overwrites a step's folder, and deletes all but the newest folders.
+        connection.execute(CHECKPOINTS.delete().where(of_run, table.step == checkpoint.step))
+        connection.execute(CHECKPOINTS.insert().values(values))
         ready = [row.step for row in ready_checkpoints(connection, self._run_id)]
         outdated = _outdated(ready, keep=self._keep) - set(keep_steps)
         connection.execute(
