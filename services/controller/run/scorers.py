@@ -97,6 +97,8 @@ class CriticClient:
             *("critic_loss_scale", "critic_overflow_updates"),
         )
         metrics = {name: trained.metrics[name] for name in names if name in trained.metrics}
+        if (rewound := trained.metrics.get("rewound_to_step")) is not None:
+            metrics["critic_rewound_to_step"] = rewound
         return {**metrics, "critic_skipped": float(trained.skipped)}
 
     async def save(self, step: int, *, keep_steps: Sequence[int], timeout_s: float) -> None:

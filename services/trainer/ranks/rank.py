@@ -270,8 +270,9 @@ class Rank:
             logger.warning("step skipped: overflow", extra={"step": step})
         elif result.skipped:
             logger.error("step skipped", extra={"step": step, "keys": " ".join(meta.keys[:64])})
+        is_skipped = result.skipped or bool(result.metrics.get("critic_skipped"))
         # A lower loss scale ends overflows; the lowest one has its own limit.
-        if not result.overflowed and self._guard.must_rewind(step, skipped=result.skipped):
+        if not result.overflowed and self._guard.must_rewind(step, skipped=is_skipped):
             result.metrics["rewound_to_step"] = float(self._rewind(step))
         if self._step_recorder is not None:
             timer = PhaseTimer()

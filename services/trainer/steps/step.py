@@ -380,6 +380,7 @@ class StepRunner:
         metrics |= self._updates.describe_scale([update.outcome for update in updates])
         if self.critic is not None:
             outcomes = [update.critic for update in updates]
+            metrics["critic_skipped"] = float(set(outcomes) == {"not_finite"})
             metrics |= self.critic.updates.describe_scale(outcomes, "critic_")
         metrics["divided_micro_batches"] = float(early.num_divided)
         metrics["left_out_sequences"] = float(early.left_out.num_sequences)

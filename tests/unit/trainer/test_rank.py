@@ -304,6 +304,21 @@ def test_a_critic_whose_gradient_is_no_number_is_counted_and_left_as_it_is() -> 
     assert all(map(torch.equal, before, critic.parameters()))
 
 
+def test_a_critic_that_never_trains_ends_the_run_like_a_policy_that_never_trains() -> None:
+    spec = spec_of(algorithm={"advantage": "gae", "max_nonfinite_steps": 1})
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    rank = rank_of(spec, policy, queue)
+    head = rank.runner.trained()["critic"].module.get_submodule("head")
+    assert rank.train(StepCommand(1, queue.meta)).metrics["critic_skipped"] == 0
+    with torch.no_grad():
+        head.weight.fill_(1e30)
+    result = rank.train(StepCommand(2, queue.meta))
+    assert (result.metrics["critic_skipped"], result.skipped) == (1, False)
+    with pytest.raises(NotFiniteError, match="step 2"):
+        rank.train(StepCommand(3, queue.meta))
+
+
 def early_rank(queue=None):
     """Returns a rank that trains groups early, its policy, and its queue."""
     spec = spec_of(algorithm={"max_staleness": 0}, trainer={"accumulate_early": True})

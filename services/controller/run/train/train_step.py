@@ -368,8 +368,7 @@ class TrainSteps:
             data["is_skipped"] = 1.0
             text = f"step {step} did not change the weights: {_why_skipped(trained.metrics)}"
             events.append(Note("StepSkipped", text, {"step": step}, step))
-        if "rewound_to_step" in numbers:
-            events.append(_rewound(step, numbers, version=step + self.version_offset))
+        events += _rewound(step, numbers, version=step + self.version_offset)
         if trained.left_out:
             events.append(_left_out(step, trained.left_out))
         details = {**data, "rollouts": {"idle_s": use.idle_s}}
@@ -458,16 +457,18 @@ def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
-def _rewound(step: int, numbers: Mapping[str, float], *, version: int) -> Note:
-    """Returns the event that reports a trainer that restored the last checkpoint before skipped steps."""
-    restored = int(numbers["rewound_to_step"])
-    return Note(
-        "Rewound",
-        f"step {step}: too many steps in a row had numbers that are not finite, so the trainer restored the "
-        f"weights of step {restored}; training continues with step {step + 1}",
-        {"step": restored, "version": version, "reason": "not_finite"},
-        step,
-    )
+def _rewound(step: int, numbers: Mapping[str, float], *, version: int) -> Iterator[Note]:
+    """Yields events that report who restored the last checkpoint before skipped steps."""
+    for worker, name in (("trainer", "rewound_to_step"), ("critic", "critic_rewound_to_step")):
+        if name in numbers:
+            restored = int(numbers[name])
+            yield Note(
+                "Rewound",
+                f"step {step}: too many steps in a row had numbers that are not finite, so the {worker} "
+                f"restored the weights of step {restored}; training continues with step {step + 1}",
+                {"step": restored, "version": version, "reason": "not_finite"},
+                step,
+            )
 
 
 def _left_out(step: int, tokens: Mapping[str, int]) -> Note:

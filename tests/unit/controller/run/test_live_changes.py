@@ -198,6 +198,19 @@ async def test_skipped_steps_are_not_saved_until_the_weights_change(database, wo
     assert [(event.data["step"], event.data["version"]) for event in rewound] == [(2, 6)]
 
 
+async def test_a_critic_that_returns_to_a_checkpoint_is_an_event(database, workers):
+    skipped = {"critic_skipped": 1.0}
+    workers.reported = {3: skipped, 4: {**skipped, "critic_rewound_to_step": 2.0}}
+    trainer = {"steps": 5, "prompts_per_step": 2, "checkpoint": {"every": 2}}
+    async with open_manager(database, queue=workers.queue) as manager:
+        run_id = await submitted(manager, trainer=trainer)
+        await ended(manager, run_id)
+        (rewound,) = await events_of(manager, run_id, "Rewound")
+    assert workers.saved == [2, 5]
+    assert rewound.data == {"step": 2, "version": 4, "reason": "not_finite"}
+    assert "the critic restored the weights of step 2" in rewound.message
+
+
 async def test_a_checkpoint_of_a_skipped_step_replaces_none_from_before(database, workers):
     workers.skipped = {5, 6}
     trainer = {"steps": 6, "prompts_per_step": 2, "checkpoint": {"every": 2, "keep": 1}}

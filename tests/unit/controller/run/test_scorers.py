@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from services.controller.run import scorers
-from services.controller.run.scorers import BatchScoring
+from services.controller.run.scorers import BatchScoring, CriticClient
+from services.wire.step_command import StepCommand
+from services.wire.workers import TrainedStep
 from tests.helpers.packages import install_role
 
 
@@ -102,3 +104,30 @@ async def test_a_kind_that_is_added_is_asked_too(scoring, tmp_path, monkeypatch)
     found, calls = await scoring(("prm", "p0"))
     await add(found, Batch((1,)))
     assert calls == {"p0": (0,)}
+
+
+async def test_metrics_tell_that_the_critic_returned_to_a_checkpoint(monkeypatch):
+    trained = TrainedStep(
+        step=5, metrics={"value_loss": 1.0, "loss": 2.0, "rewound_to_step": 3.0}, skipped=True
+    )
+
+    @asynccontextmanager
+    async def channel(address, peer, *, run_id):
+        yield address
+
+    class Trainer:
+        """Fake client of a critic that returned to the checkpoint of step 3."""
+
+        def __init__(self, address):
+            self.address = address
+
+        async def train_step(self, command, *, timeout_s):
+            return trained
+
+    monkeypatch.setattr(scorers, "open_channel", channel)
+    monkeypatch.setattr(scorers, "TrainerClient", Trainer)
+    async with AsyncExitStack() as stack:
+        critic = CriticClient("run_a")
+        await critic.open(stack, [SimpleNamespace(role="critic", address="c0")])
+        metrics = await critic.train(StepCommand(5, Batch((1,))), timeout_s=1.0)
+    assert metrics == {"value_loss": 1.0, "critic_rewound_to_step": 3.0, "critic_skipped": 1.0}
