@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -60,13 +62,23 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Lets workers start as forks, so that modules of tests are imported once."""
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Lets workers start as forks, so that tests are collected once."""
     if sys.platform == "linux":
         # Imported here, because the environments of the real engines have no pytest-xdist.
         from tests.helpers.forked_workers import fork_workers
 
-        fork_workers(config.invocation_params.args)
+        fork_workers(config.invocation_params.args, len(specs))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_getremotemodule() -> ModuleType | None:
+    """Lets forked workers run the tests that were collected before the fork."""
+    if sys.platform != "linux":
+        return None
+    from tests.helpers import forked_session
+
+    return forked_session
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
-"""Starts workers of pytest-xdist as forks of a process that has imported the modules of the tests.
+"""Starts workers of pytest-xdist as forks of a process that has collected the tests.
 
-Else each worker would import them itself, which takes most of its collection. The process is a fork server of
+Else each worker would import their modules and collect them itself. The process is a fork server of
 ``multiprocessing``, which imports ``tests.helpers.imported_tests`` first.
 """
 
@@ -14,18 +14,20 @@ from typing import Any
 
 from execnet import gateway_base, gateway_io
 
-ARGUMENTS = "SLIPSTREAM_TESTS_ARGUMENTS"
-"""Variable with the command line of pytest, as JSON."""
+COLLECTION = "SLIPSTREAM_TESTS_COLLECTION"
+"""Variable with the arguments of the collection, as JSON."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def fork_workers(arguments: tuple[str, ...]) -> None:
+def fork_workers(arguments: tuple[str, ...], num_workers: int) -> None:
     """Lets the workers of this process's pytest start as forks.
 
     Args:
         arguments: Command line of pytest.
     """
-    os.environ[ARGUMENTS] = json.dumps(arguments)
+    os.environ[COLLECTION] = json.dumps(
+        {"arguments": arguments, "num_workers": num_workers, "sys_path": sys.path}
+    )
     _CONTEXT.set_forkserver_preload(["tests.helpers.imported_tests"])
     create_io = gateway_io.create_io
 
@@ -68,7 +70,7 @@ class _Work:
         self._descriptors = (handles[0].detach(), handles[1].detach())
 
     def __call__(self) -> None:
-        del os.environ[ARGUMENTS]
+        del os.environ[COLLECTION]
         process._parent_process = None  # type: ignore[attr-defined]
         # A fork server of a test is the one of this process, which has the imports.
         forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
