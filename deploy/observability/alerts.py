@@ -231,6 +231,19 @@ ALL = (
         ),
     ),
     Alert(
+        name="SlipstreamSampleUploadFailing",
+        expression="max by (run) (slipstream_sample_upload_failing_seconds) > 300",
+        lasts="0m",
+        severity="ticket",
+        summary="Samples of run {{ $labels.run }} cannot be uploaded for {{ $value | humanizeDuration }}",
+        meaning="Training continues, and samples stay in their file on the transferqueue's disk; those that the file deletes at `samples.max_bytes`, or loses with that disk, are missing in the object store.",
+        actions=(
+            "Read the cause in the transferqueue's log: `object store failed`.",
+            "Check the store, its quota, the route to it (`networkPolicy.egress.transferqueueTo`) and the credentials of the transferqueue ([object storage](../object-storage.md#credentials)).",
+            "Uploads continue by themselves. `slipstream samples RUN --export samples.jsonl` writes a copy meanwhile.",
+        ),
+    ),
+    Alert(
         name="SlipstreamNonFiniteStep",
         expression="sum by (run) (increase(slipstream_trainer_nonfinite_total[10m])) > 0",
         lasts="0m",

@@ -165,14 +165,17 @@ OVERVIEW = Dashboard(
             is_stacked=True,
         ),
         Panel(
-            "Uploads of checkpoints",
+            "Uploads of checkpoints and samples",
             "Bytes of the checkpoint in upload to an object store, and the time since uploads fail.",
             [
                 (
                     f"sum by (run, part) (slipstream_checkpoint_upload_bytes{{{RUN}}})",
                     "{{run}} {{part}}",
                 ),
-                *each(failing_s="slipstream_checkpoint_upload_failing_seconds"),
+                *each(
+                    failing_s="slipstream_checkpoint_upload_failing_seconds",
+                    samples_failing_s="slipstream_sample_upload_failing_seconds",
+                ),
             ],
         ),
         Panel(

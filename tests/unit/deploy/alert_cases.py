@@ -123,6 +123,12 @@ CASES = [
         summary="Run r cannot upload its checkpoints for 7m 0s",
     ),
     _case(
+        "SlipstreamSampleUploadFailing",
+        {'slipstream_sample_upload_failing_seconds{run="r"}': "0x5 60+60x10"},
+        severity="ticket", run="r", quiet_at="9m", fires_at="12m",
+        summary="Samples of run r cannot be uploaded for 7m 0s",
+    ),
+    _case(
         "SlipstreamCheckpointVolumeFull",
         {
             'slipstream_checkpoint_volume_free_bytes{run="r"}': "4096x5 2048x10",
