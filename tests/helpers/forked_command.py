@@ -1,25 +1,25 @@
 """Runs commands as forks of a process that has done their imports, which take most of a short command's time.
 
-A fork is a separate process with its own arguments, environment, folder and outputs. It runs this module as
-``__main__``, which runs ``services.cli.main`` as ``python -m`` does.
+A fork is a separate process with its own arguments, environment, folder and outputs. It runs
+``services.cli.main`` as ``python -m`` does.
 """
 
-import json
+import atexit
 import os
 import runpy
-import select
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
+from multiprocessing import process
 from pathlib import Path
-from typing import Any
 
-_REPOSITORY = Path(__file__).parents[2]
-_TASK = "SLIPSTREAM_TESTS_COMMAND"
-_MODULES = (
+from services.common.fork_server import _become_worker
+from tests.helpers.forks import PROCESSES, preload
+
+preload(
     "services.cli.commands.control",
     "services.cli.commands.inspect",
     "services.cli.commands.local",
@@ -31,8 +31,8 @@ _MODULES = (
     "jinja2.sandbox",
     "httpcore",
 )
-_START_S = 120.0
-_local = threading.local()
+_MODULE = "services.cli.main"
+_starting = threading.Lock()
 
 
 def _of_imports(environment: Mapping[str, str]) -> dict[str, str]:
@@ -63,83 +63,40 @@ def run_forked(
     """
     if _of_imports(environment) != _IMPORTS:
         return None
-    server: _Server | None = getattr(_local, "server", None)
-    if server is None:
-        server = _local.server = _Server()
     with tempfile.TemporaryDirectory() as outputs:
         out, err = Path(outputs, "out"), Path(outputs, "err")
-        task = {"argv": list(command), "folder": str(folder), "out": str(out), "err": str(err)}
-        try:
-            status = server.run({**environment, _TASK: json.dumps(task)}, log=err, timeout=timeout)
-        except BaseException:
-            del _local.server
-            server.close()
-            raise
-        if status is None:
+        fork = PROCESSES.Process(
+            target=_run, args=(list(command), dict(environment), folder, out, err)
+        )
+        with _starting:
+            fork.start()
+            # Else the next start, in any thread, would read its exit status.
+            process._children.discard(fork)  # type: ignore[attr-defined]
+        fork.join(timeout)
+        if (status := fork.exitcode) is None:
+            fork.kill()
+            fork.join()
             raise subprocess.TimeoutExpired(
                 list(command), timeout, out.read_text(), err.read_text()
             )
         return subprocess.CompletedProcess(command, status, out.read_text(), err.read_text())
 
 
-class _Server:
-    """Fork server with the commands' modules imported; ``services.common.fork_server`` has its protocol."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "services.common.fork_server", *_MODULES],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=_REPOSITORY,
-            env=_IMPORTS,
-            bufsize=0,
-        )
-
-    def run(self, environment: Mapping[str, str], *, log: Path, timeout: float) -> int | None:
-        """Runs a fork; returns its exit status, or None if it was killed after ``timeout`` seconds."""
-        log.touch()
-        self._ask(module=__name__, environment=dict(environment), log=str(log))
-        answer = self._answer(_START_S)
-        assert answer is not None, "the fork server does not answer"
-        pid = answer["pid"]
-        self._ask(ended=pid)
-        ended = self._answer(timeout)
-        if ended is None:
-            os.kill(pid, signal.SIGKILL)
-            self._answer(_START_S)
-            return None
-        status: int = ended["status"]
-        return status
-
-    def close(self) -> None:
-        """Ends the server."""
-        self._process.kill()
-        self._process.communicate()
-
-    def _ask(self, **command: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
-
-    def _answer(self, timeout: float) -> dict[str, Any] | None:
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], timeout)
-        if not ready:
-            return None
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answer
-
-
-def main() -> None:
-    """Runs the command in this fork."""
-    task = json.loads(os.environ.pop(_TASK))
-    for descriptor, name in ((1, "out"), (2, "err")):
-        with Path(task[name]).open("ab") as file:
+def _run(
+    command: list[str], environment: dict[str, str], folder: Path, out: Path, err: Path
+) -> None:
+    for descriptor, path in ((1, out), (2, err)):
+        with path.open("ab") as file:
             os.dup2(file.fileno(), descriptor)
-    os.chdir(task["folder"])
-    sys.path[0] = task["folder"]
-    sys.argv = task["argv"]
-    runpy.run_module("services.cli.main", run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main()
+    _become_worker(_MODULE, environment)
+    os.chdir(folder)
+    sys.path[0] = str(folder)
+    sys.argv = command
+    sys.modules.pop(_MODULE, None)
+    try:
+        runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
+    except Exception:  # noqa: BLE001 -- as the interpreter does
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out

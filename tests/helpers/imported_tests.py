@@ -6,12 +6,15 @@ If the collection ends with an exception, the workers collect themselves and rep
 import json
 import os
 import sys
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from _pytest.config import _prepareconfig
 
+from tests.helpers import forks
 from tests.helpers.forked_workers import COLLECTION
 
 # Handlers of logs that imports make keep the real standard error, so pytest must not replace it.
@@ -42,6 +45,10 @@ class _Collection:
         config.hook.pytest_sessionstart(session=self._session)
         config.hook.pytest_collection(session=self._session)
         config.pluginmanager.unregister(self)
+        # Forks of other helpers come from this process too.
+        for name in forks.modules:
+            with suppress(ImportError):
+                import_module(name)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if not report.passed:

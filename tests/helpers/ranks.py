@@ -1,13 +1,13 @@
 """Test processes, forked from a server that has imported torch, because the import takes seconds."""
 
-import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
 from torch.multiprocessing import start_processes
 
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tests.helpers.batches", "tests.helpers.weight_member"])
+from tests.helpers.forks import preload
+
+preload("tests.helpers.batches", "tests.helpers.weight_member")
 
 
 def run_ranks(work: Callable[..., None], *arguments: Any, count: int) -> None:

@@ -11,7 +11,7 @@ from services.controller.api.membership import RendezvousServicer
 from services.controller.membership import RendezvousStore, Worker
 from services.controller.run.weights.session import WeightSession
 from slipstream.controller.v1 import membership_pb2_grpc
-from tests.helpers.ranks import PROCESSES
+from tests.helpers.forks import PROCESSES
 from tests.helpers.weight_member import Options, run
 
 

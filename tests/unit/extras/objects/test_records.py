@@ -19,7 +19,7 @@ from services.extras.objects.checkpoints import ObjectCheckpoints
 from services.extras.objects.connection import ObjectFolder
 from services.extras.replay import command, files
 from services.trainer.checkpoint import manifest
-from tests.helpers.ranks import PROCESSES
+from tests.helpers.forks import PROCESSES
 from tests.helpers.s3 import Relay, environment, needs_s3
 from tests.unit.extras.objects.test_checkpoints import (  # noqa: F401
     LONG_S,
