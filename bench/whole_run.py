@@ -70,6 +70,7 @@ def run_for(
     *,
     spec: Path,
     environment: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
 ) -> WholeRun:
     """Trains a number of steps of a longer run and ends it.
 
@@ -81,9 +82,11 @@ def run_for(
         settings: Overrides of the specification.
         spec: The specification, with more than ``num_steps`` steps.
         environment: Environment of the run; default: that of this process.
+        timeout_s: Longest time from the command to the last step.
 
     Raises:
         SystemExit: If the run ends before, with its output.
+        RuntimeError: If it takes longer than ``timeout_s``, with the steps so far and its output.
     """
     began = time.time()
     with running(folder, settings, spec=spec, environment=environment) as process:
@@ -92,6 +95,10 @@ def run_for(
             steps = steps_in(folder)
             if len(steps) >= num_steps:
                 return WholeRun({}, steps[:num_steps], began=began)
+            if timeout_s is not None and time.time() - began > timeout_s:
+                raise RuntimeError(
+                    f"{len(steps)} of {num_steps} steps within {timeout_s:.0f} s:\n{output_of(folder)}"
+                )
     raise SystemExit(f"{spec} ended too early:\n{output_of(folder)}")
 
 

@@ -13,6 +13,10 @@ of the weight sync at most 1.2 times as long.
 On one GPU, weights travel by handles of CUDA's memory. With ``--gpus 2`` the trainer has the first GPU, and
 the engine or server the second one; they travel over NCCL.
 
+Each arm is written as soon as it ends. Arms of an earlier call with the same file stay in it, so that each
+call can measure one of them. An arm whose server starts later than ``--start-s``, or whose run lasts longer
+than ``--arm-s``, ends with the reason, and with the ends of the logs of its server and its services.
+
 With ``--smoke`` a tiny model trains on a CPU; name the arm ``own`` where vLLM is not installed.
 """
 
@@ -21,7 +25,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +33,7 @@ from typing import Any
 from bench.e2e.shapes import SHAPES, Shape, smoke
 from bench.e2e.timeline import facts
 from bench.gpu_memory import watched_memory
-from bench.report import GrowingReport, device_name
+from bench.report import GrowingReport, device_name, read_json
 from bench.whole_run import run_for
 from services.extras.fleets.local import TOKEN, LocalVllm
 
@@ -43,6 +47,7 @@ _KV_BYTES = 16 << 30
 _CONTEXT = 2048
 # Weights, activations, graphs and KV cache of 1.3 B parameters, of 141 GB; vLLM checks it before it starts.
 _GPU_SHARE = 0.2
+_LOG_LINES = 12
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -57,6 +62,8 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--limit-s", type=float, default=560.0, help="no arm begins later")
+    parser.add_argument("--start-s", type=float, default=150.0, help="longest start of a server")
+    parser.add_argument("--arm-s", type=float, default=280.0, help="longest time of an arm's run")
     parser.add_argument("--set", action="append", default=[], help="further settings of all arms")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the result goes")
     arguments = parser.parse_args()
@@ -64,16 +71,17 @@ def main() -> None:
     if arguments.smoke:
         shape = smoke(shape)
     begin = time.monotonic()
-    report = GrowingReport(
-        None if arguments.smoke else arguments.json,
-        {
-            "device": device_name(),
-            "gpus": arguments.gpus,
-            "slots": _SLOTS,
-            "kv_bytes": _KV_BYTES,
-        },
-    )
-    arms: dict[str, Any] = {}
+    setup = {
+        "device": device_name(),
+        "gpus": arguments.gpus,
+        "slots": _SLOTS,
+        "kv_bytes": _KV_BYTES,
+    }
+    out = arguments.json
+    if arguments.smoke and out == RESULTS:
+        out = None
+    report = GrowingReport(out, setup)
+    arms = _earlier_arms(out, setup)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shape.save_model(folder / "model")
@@ -91,8 +99,10 @@ def main() -> None:
                     steps=arguments.steps,
                     further=arguments.set,
                     gpus=arguments.gpus,
+                    start_s=arguments.start_s,
+                    arm_s=arguments.arm_s,
                 )
-            report.add({"arms": arms})
+            report.add({"arms": arms, "bars": bars(arms)})
     report.finish({"bars": bars(arms), "seconds": round(time.monotonic() - begin, 1)})
 
 
@@ -113,6 +123,15 @@ def bars(arms: dict[str, Any]) -> dict[str, Any]:
             f"at most {MOST_SYNC}": sync <= MOST_SYNC,
         }
     return compared
+
+
+def _earlier_arms(out: Path | None, setup: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arms of an earlier call with the same setup."""
+    earlier = read_json(out)
+    if any(earlier.get(name) != value for name, value in setup.items()):
+        return {}
+    arms: dict[str, Any] = earlier.get("arms", {})
+    return arms
 
 
 @contextmanager
@@ -139,28 +158,39 @@ def _arm(
     steps: int,
     further: Sequence[str],
     gpus: int,
+    start_s: float,
+    arm_s: float,
 ) -> dict[str, Any]:
     """Trains one arm; a failure is its result, so that the other arms are measured."""
     state = folder / arm.replace(", ", "-")
+    began = time.monotonic()
     try:
         with ExitStack() as stack:
             has_server, is_divided = arm in (SERVER, DIRECT), gpus > 1
             with _visible("1" if has_server and is_divided else None):
-                settings = [*_settings(arm, shape, folder, stack), *further]
+                settings = [*_settings(arm, shape, folder, stack, start_s), *further]
+            server_s = round(time.monotonic() - began, 1)
             stack.enter_context(_visible("0" if has_server and is_divided else None))
             peaks = stack.enter_context(watched_memory())
-            run = run_for(steps, state, settings, spec=spec)
+            run = run_for(steps, state, settings, spec=spec, timeout_s=arm_s)
             return {
                 "settings": settings,
+                "server_start_s": server_s,
                 **facts(run, first=_FIRST),
                 "logprob_difference": max(step["rollout_logprob_abs_diff"] for step in run.steps),
                 "peak_gb": dict(peaks),
             }
     except (RuntimeError, SystemExit) as error:
-        return {"failed": str(error)[-3000:]}
+        logs = [*folder.glob("server-*.log"), *state.glob("run_*/logs/*")]
+        ends = {str(log.relative_to(folder)): _end_of(log) for log in logs if log.is_file()}
+        return {"failed": str(error)[-3000:], "logs": ends}
 
 
-def _settings(arm: str, shape: Shape, folder: Path, stack: ExitStack) -> list[str]:
+def _end_of(log: Path) -> list[str]:
+    return log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+
+
+def _settings(arm: str, shape: Shape, folder: Path, stack: ExitStack, start_s: float) -> list[str]:
     """Returns the settings of an arm, and starts its server."""
     common = ["algorithm.max_staleness=1", f"rollout.max_running_samples={_SLOTS}"]
     if arm == HOST:
@@ -185,12 +215,12 @@ def _settings(arm: str, shape: Shape, folder: Path, stack: ExitStack) -> list[st
         folder,
         shape.config(),
         *("--dtype", shape.dtype, "--max-model-len", str(_CONTEXT)),
-        *("--max-num-seqs", str(_SLOTS), "--stream-interval", "16"),
+        *("--max-num-seqs", str(_SLOTS)),
         *(of_gpu if shape.engine == "vllm" else ("--max-num-batched-tokens", str(_CONTEXT))),
     )
     stack.callback(server.kill)
     server.start()
-    server.wait()
+    server.wait(start_s)
     return [
         *common,
         "rollout.engine=vllm-server",

@@ -166,6 +166,16 @@ class FleetBackend:
             if (stream := self._streams.get(segment_id)) is not None:
                 stream.cut()
 
+    def crossing_segments(self, weights: AnyWeights) -> Collection[str]:
+        """Returns the segments that go on when the servers which have received a version load it."""
+        return {
+            name
+            for name, stream in self._streams.items()
+            if stream.crosses_updates
+            and stream.server is not None
+            and stream.server.received is weights
+        }
+
     async def load(self, description: str) -> None:
         """Is not used: a fleet receives weights by :meth:`FleetEngine.adopt_weights`."""
         raise NotImplementedError("a fleet of servers has no memory in common with its rollout")
@@ -211,9 +221,10 @@ class FleetEngine(ExternalEngine):
     backend: FleetBackend
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
-        """Sends weights to all servers, then cuts running responses and puts the weights into service.
+        """Sends weights to all servers, then puts them into service.
 
-        Returns at once if no server is there: the first one that comes gets the weights, and requests wait.
+        Running responses of servers that can do it go on under the new weights; others are cut. Returns at
+        once if no server is there: the first one that comes gets the weights, and requests wait.
         """
         await self._started.wait()
         weights: AnyWeights
@@ -230,7 +241,14 @@ class FleetEngine(ExternalEngine):
         if not isinstance(weights, DirectWeights):
             await fleet.upload(weights)
         async with self._gate.closed():
-            await self._cut(self._running.values())
+            crossing = self.backend.crossing_segments(weights)
+            cut_requests, running = [], [*self._running.values()]
+            for progress in running:
+                if progress.segment_id in crossing:
+                    self._recomputed_tokens_total += progress.num_sampled
+                else:
+                    cut_requests.append(progress)
+            await self._cut(cut_requests)
             loading = fleet.switch(weights)
             await self._resume_segments(version)
         return await fleet.wait_loaded(weights, loading)

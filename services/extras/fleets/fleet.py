@@ -456,8 +456,8 @@ class Fleet:
             server.is_fit = True
             self._excluded.pop(server.address, None)
             self._notify()
-        else:
-            await server.check()
+        elif self._weights is None or server.received is not self._weights:
+            await server.check()  # a load checks the session, too
         weights = self._weights
         if weights is None:
             return

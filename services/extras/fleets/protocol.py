@@ -6,6 +6,15 @@ MIDDLEWARE: Final = "services.extras.fleets.server.FleetMember"
 WORKER_EXTENSION: Final = "services.extras.fleets.worker.FleetWorker"
 API: Final = 3
 """Version of the interface; a server of another one is refused."""
+SCHEDULER: Final = "services.extras.fleets.scheduler.fleet_scheduler"
+"""Scheduler of vLLM with which a server sends tokens as :data:`TOKEN_LINES`."""
+REQUESTS: Final = "slipstream-"
+"""Begin of the engine's names of requests whose tokens that scheduler gathers."""
+TOKEN_LINES: Final = "application/x-slipstream-tokens"  # noqa: S105 -- a content type
+"""Content type of a response with one JSON list a line: token ids, their logprobs, pairs of a weight version
+and its number of tokens, the number of cached tokens of the context, and the finish reason or null. The
+client names it in ``Accept``; a server that does not have it answers as vLLM does. Such a response goes on
+when a version is replaced."""
 PREFIX: Final = "/slipstream/v1"
 STATE: Final = f"{PREFIX}/state"
 """GET: the server's instance, owner and served weights. With a session, it also renews the session."""

@@ -40,6 +40,7 @@ from services.extras.fleets.protocol import (
     PREFIX,
     SESSION_HEADER,
     STATE,
+    TOKEN_LINES,
     VERSION_HEADER,
     WEIGHTS,
     WITHOUT_TOKEN,
@@ -47,6 +48,7 @@ from services.extras.fleets.protocol import (
 )
 from services.extras.fleets.uploads import Upload
 from services.extras.fleets.vllm_adapters import VllmAdapters
+from services.extras.fleets.vllm_tokens import VllmTokens
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,9 @@ class FleetMember:
         self._upload = Upload(self._check_session)
         self._links: WorkerLinks | None = None
         self._shared: SharedServer | None = None
+        self._thawing: asyncio.Future[None] | None = None
+        self._tokens: VllmTokens | None = None
+        """Responses that cross changes of the weights; None before the first request, or without them."""
         self._changing = asyncio.Lock()
         self._routes: Mapping[
             tuple[str, str], Callable[[Request], Awaitable[Mapping[str, Any]]]
@@ -120,7 +125,7 @@ class FleetMember:
                 await self._sharing(request).generate(request, self._app, receive, send)
                 return
             elif path == GENERATE and SESSION_HEADER in request.headers:
-                await self._generate(request, send)
+                await self._generate(request, receive, send)
                 return
             else:
                 self._check_open(request, path)
@@ -297,7 +302,7 @@ class FleetMember:
                 staged = self._upload.complete(body.get("version"), body.get("digest"))
                 version, digest = staged.version, staged.digest()
                 method, argument = "load_fleet_weights", staged.description()
-            self._withdraw()
+            self._withdraw(cuts_tokens=False)
             # An update that ends half-way must end in the workers, even if no client waits for it.
             workers = await asyncio.shield(
                 self._load_in_workers(request, method, argument, version=version)
@@ -314,12 +319,19 @@ class FleetMember:
     async def _load_in_workers(
         self, request: Request, method: str, argument: str, *, version: int
     ) -> list[dict[str, Any]]:
-        engine = request.app.state.engine_client
+        engine, tokens = request.app.state.engine_client, self._find_tokens(request)
+        served_version: int | None = None
         try:
             async with asyncio.timeout(WORKERS_TIMEOUT_S):
+                if tokens is not None:
+                    await tokens.freeze()
                 workers: list[dict[str, Any]] = await engine.collective_rpc(
                     method, args=(argument,)
                 )
+                if not any(worker["differing"] for worker in workers):
+                    served_version = version
+                    if tokens is not None:
+                        await self._thaw(tokens, version)
         except TimeoutError as error:
             # No version is in service by now, and the next load begins after this one.
             raise RefusedError(
@@ -334,17 +346,36 @@ class FleetMember:
                 f"the engine did not load version {version}: {error}; start vLLM with "
                 "--worker-extension-cls services.extras.fleets.worker.FleetWorker",
             ) from error
+        finally:
+            if tokens is not None and served_version is None:
+                # The engine does this once the load has ended, however late.
+                self._thawing = asyncio.ensure_future(tokens.thaw(None))
         return workers
 
-    async def _generate(self, request: Request, send: Send) -> None:
-        """Lets a request sample while the version that it names is in service, and no longer."""
-        self._check_session(request)
-        version = request.headers.get(VERSION_HEADER)
-        if self._version is None or version != str(self._version):
-            raise RefusedError(
-                412,
-                f"the request is for weight version {version}, but this server serves {self._version}",
-            )
+    async def _thaw(self, tokens: VllmTokens, version: int) -> None:
+        try:
+            await tokens.thaw(version)
+        except BaseException:
+            tokens.cut()
+            raise
+
+    def _find_tokens(self, request: Request) -> VllmTokens | None:
+        if self._tokens is None:
+            self._tokens = VllmTokens.of_engine(request.app.state.engine_client)
+        return self._tokens
+
+    async def _generate(self, request: Request, receive: Receive, send: Send) -> None:
+        """Lets a request begin to sample only under the version that it names.
+
+        A response of token lines goes on under the versions that follow; any other one is cut.
+        """
+        tokens = self._find_tokens(request)
+        if tokens is not None and request.headers.get("accept") == TOKEN_LINES:
+            body = await read_body(request)
+            self._check_version(request)
+            await tokens.respond(body, receive, send)
+            return
+        version = self._check_version(request)
         era = self._era
 
         async def send_in_era(message: Message) -> None:
@@ -359,6 +390,21 @@ class FleetMember:
             if self._era == era:
                 raise
             logger.debug("response cut", extra={"version": version})
+
+    def _check_version(self, request: Request) -> str:
+        """Returns the version that a request of the session names.
+
+        Raises:
+            RefusedError: With status 412 if another version is in service.
+        """
+        self._check_session(request)
+        version = request.headers.get(VERSION_HEADER, "")
+        if self._version is None or version != str(self._version):
+            raise RefusedError(
+                412,
+                f"the request is for weight version {version}, but this server serves {self._version}",
+            )
+        return version
 
     @asynccontextmanager
     async def _change(self) -> AsyncIterator[None]:
@@ -379,10 +425,16 @@ class FleetMember:
         finally:
             self._changing.release()
 
-    def _withdraw(self) -> None:
-        """Takes the version out of service; responses that still run end without further tokens."""
+    def _withdraw(self, *, cuts_tokens: bool = True) -> None:
+        """Takes the version out of service; responses that still run end without further tokens.
+
+        Args:
+            cuts_tokens: False to let responses of token lines wait for the next version.
+        """
         self._era += 1
         self._version, self._digest = None, ""
+        if cuts_tokens and self._tokens is not None:
+            self._tokens.cut()
 
     def _check_session(self, request: Request) -> _Session:
         session, session_id = self._session, request.headers.get(SESSION_HEADER, "")

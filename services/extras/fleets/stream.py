@@ -5,6 +5,7 @@ import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, Final
 
 import httpx
@@ -13,12 +14,14 @@ from services.extras.external_engine.request_segments import Segment, TokenChunk
 from services.extras.fleets.client import (
     OVERLOADED,
     FleetServer,
+    ReadEvent,
     ServerAwayError,
     ServerFailedError,
     ServerOverloadedError,
     reason_of,
     retry_after_s,
 )
+from services.extras.fleets.protocol import TOKEN_LINES
 from services.rollout.engines.base import EngineDiedError
 from services.rollout.failures import BusyError, CallError
 
@@ -61,6 +64,8 @@ class FleetStream:
         self._segment = segment
         self.server: FleetServer | None = None
         """The server that samples; None while the segment waits for one."""
+        self.crosses_updates = False
+        """True once the server has begun a response that goes on when its version is replaced."""
         self._lease = lease
         self._on_lost = on_lost
         self._on_failed = on_failed
@@ -144,24 +149,72 @@ class FleetStream:
 
     async def _read_from(self, server: FleetServer) -> TokenChunk:
         """Passes on the tokens of a response but the last; returns these with their finish reason."""
-        read = server.read_events(self._segment)
         async with server.stream(server.body(self._segment)) as response:
             if response.status_code != 200:
                 await _refuse(server, response)
+            self.crosses_updates = response.headers.get("content-type") == TOKEN_LINES
+            read = server.read_events(self._segment)
+            chunks = _token_lines if self.crosses_updates else partial(_event_chunks, read=read)
             last: TokenChunk | None = None
-            async for event in _events(server, response):
-                if error := event.get("error"):
-                    raise _error_in_response(server, error)
-                if last is None and (chunk := read(event)) is not None:
-                    if chunk.token_ids:
-                        self._on_tokens(server)
-                    if chunk.finish_reason is None:
-                        self._put(chunk)
-                    else:
-                        last = chunk
+            async for chunk in chunks(server, response):
+                if last is not None:
+                    continue  # reads to the end, so that the connection can be used again
+                if chunk.token_ids:
+                    self._on_tokens(server)
+                if chunk.finish_reason is None:
+                    self._put(chunk)
+                else:
+                    last = chunk
             if last is None:
                 raise ServerFailedError(f"{server.address} ended a response without a reason")
         return last
+
+
+async def _event_chunks(
+    server: FleetServer, response: httpx.Response, *, read: ReadEvent
+) -> AsyncIterator[TokenChunk]:
+    """Yields the tokens of an event stream."""
+    async for event in _events(server, response):
+        if error := event.get("error"):
+            raise _error_in_response(server, error)
+        if (chunk := read(event)) is not None:
+            yield chunk
+
+
+async def _token_lines(server: FleetServer, response: httpx.Response) -> AsyncIterator[TokenChunk]:
+    """Yields the tokens of a response of ``protocol.TOKEN_LINES``.
+
+    Raises:
+        ServerOverloadedError: If the response has no last line.
+        ServerFailedError: If a line is malformed, or the engine failed in the request.
+    """
+    is_ended = False
+    async for line in _lines(server, response):
+        try:
+            chunk = _read_token_line(line)
+        except (TypeError, ValueError) as error:
+            raise _malformed(server, line) from error
+        if chunk.finish_reason == "error":
+            raise ServerFailedError(f"the engine of {server.address} failed in a request")
+        is_ended = chunk.finish_reason is not None
+        yield chunk
+    if not is_ended:
+        raise _ended_early(server)
+
+
+def _read_token_line(line: bytes) -> TokenChunk:
+    """Reads a line of ``protocol.TOKEN_LINES``. Raises TypeError or ValueError."""
+    token_ids, logprobs, runs, cached_tokens, reason = json.loads(line)
+    version_runs = [(int(version), int(count)) for version, count in runs]
+    if not len(token_ids) == len(logprobs) == sum(count for _, count in version_runs):
+        raise ValueError("tokens, logprobs and versions have different lengths")
+    return TokenChunk(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        version_runs=version_runs,
+        cached_tokens=int(cached_tokens),
+        finish_reason=reason,
+    )
 
 
 def _error_in_response(server: FleetServer, error: object) -> Exception:
@@ -233,10 +286,13 @@ async def _events(server: FleetServer, response: httpx.Response) -> AsyncIterato
             raise _malformed(server, text)
         yield event
     if not is_done:
-        raise ServerOverloadedError(
-            f"the connection to {server.address} ended in the middle of a response",
-            is_reset=True,
-        )
+        raise _ended_early(server)
+
+
+def _ended_early(server: FleetServer) -> ServerOverloadedError:
+    return ServerOverloadedError(
+        f"the connection to {server.address} ended in the middle of a response", is_reset=True
+    )
 
 
 def _malformed(server: FleetServer, text: bytes) -> ServerFailedError:

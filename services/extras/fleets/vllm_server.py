@@ -35,6 +35,7 @@ from services.extras.fleets.protocol import (
     LOAD_TIMEOUT_S,
     SESSION_HEADER,
     STATE,
+    TOKEN_LINES,
     VERSION_HEADER,
     WEIGHTS,
 )
@@ -273,7 +274,11 @@ class VllmServer(FleetServer):
 
     def request_headers(self) -> dict[str, str]:
         """Returns the headers of a request that must sample under the version in service."""
-        return {SESSION_HEADER: self._session, VERSION_HEADER: str(self.version)}
+        return {
+            SESSION_HEADER: self._session,
+            VERSION_HEADER: str(self.version),
+            "Accept": TOKEN_LINES,
+        }
 
     def body(self, segment: Segment) -> Mapping[str, Any]:
         request = segment.request
@@ -328,7 +333,7 @@ class VllmServer(FleetServer):
             "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
             "stream": False,
         }
-        headers = self.request_headers()
+        headers = {VERSION_HEADER: str(self.version)}
         answer = await self._call(
             "POST", GENERATE, body, headers=headers, timeout_s=SCORE_TIMEOUT_S
         )

@@ -46,6 +46,7 @@ from services.extras.external_engine.request_segments import (
     top_table,
 )
 from services.extras.vllm.images import MAX_IMAGE_TOKENS, ImageInputs
+from services.extras.vllm.kind import CAPTURED_SIZES, CORES_FOR_TWO_PROCESSES
 from services.extras.vllm.process import EngineContext
 from services.extras.vllm.versions import prepare_speculation
 from services.rollout.engines.base import (
@@ -70,8 +71,6 @@ _MASKS = "return_sampling_mask"
 _DEFAULT_MAX_LOGPROBS = 20
 _SCHEDULERS = "services.extras.vllm.scheduler"
 _CPU_WORKERS = "services.extras.vllm.cpu_worker"
-_CORES_FOR_TWO_PROCESSES = 4
-"""The trainer, the rollout and the engine's two processes can occupy one core each."""
 
 
 def start(arguments: AsyncEngineArgs, *, reports_experts: bool) -> AsyncLLM:
@@ -145,7 +144,7 @@ def _separate_worker(config: VllmConfig) -> None:
     """
     has_one = config.parallel_config.distributed_executor_backend == "uni"
     # The two processes wait for each other in busy loops.
-    if has_one and usable_processors() >= _CORES_FOR_TWO_PROCESSES:
+    if has_one and usable_processors() >= CORES_FOR_TWO_PROCESSES:
         config.parallel_config.distributed_executor_backend = "mp"
 
 
@@ -158,13 +157,6 @@ _DID_NOT_START = "the vLLM engine did not start; see its log lines above"
 # Steps whose tokens are sent together: few enough that a streaming client receives several chunks a
 # second.
 _STREAM_INTERVAL = 16
-# Numbers of tokens for which vLLM captures CUDA graphs, up to twice the slots of most runs, because a step
-# without a graph launches each layer's kernels one by one. All runs have the same list: vLLM compiles a
-# model again if it differs, which takes half a minute, and a graph takes less than 0.1 s.
-_CAPTURED = (
-    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512),
-    *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
-)
 
 
 def captured_sizes(max_running: int, per_request: int = 1) -> list[int]:
@@ -179,11 +171,11 @@ def captured_sizes(max_running: int, per_request: int = 1) -> list[int]:
         per_request: Tokens of a request in a step with proposals.
     """
     if per_request == 1:
-        return list(_CAPTURED)
-    counts = [*(n for n in _CAPTURED if n < max_running), max_running]
+        return list(CAPTURED_SIZES)
+    counts = [*(n for n in CAPTURED_SIZES if n < max_running), max_running]
     return sorted(
-        {-(-n // per_request) * per_request for n in _CAPTURED}
-        | {size for n in counts if (size := n * per_request) <= _CAPTURED[-1]}
+        {-(-n // per_request) * per_request for n in CAPTURED_SIZES}
+        | {size for n in counts if (size := n * per_request) <= CAPTURED_SIZES[-1]}
         | {max_running, max(max_running // per_request, 1) * per_request}
     )
 

@@ -4,6 +4,16 @@ from typing import Final
 
 from services.common.runspec.engines import FEW_THREADS, EngineKind
 
+CORES_FOR_TWO_PROCESSES: Final = 4
+"""The trainer, the rollout and the engine's two processes can occupy one core each."""
+CAPTURED_SIZES: Final = (
+    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512),
+    *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+)
+"""Numbers of tokens for which vLLM captures CUDA graphs, up to twice the slots of most runs, because a step
+without a graph launches each layer's kernels one by one. All runs have the same list: vLLM compiles a model
+again if it differs, which takes half a minute, and a graph takes less than 0.1 s."""
+
 KIND: Final = EngineKind(
     adapter="services.extras.vllm.adapter:build",
     package="vllm",

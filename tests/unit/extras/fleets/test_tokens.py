@@ -1,0 +1,279 @@
+"""Responses of token lines go on under the next version, and every token states the one that sampled it."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from starlette.applications import Starlette
+
+from services.extras.fleets import fleet as fleet_module
+from services.extras.fleets import stream as stream_module
+from services.extras.fleets.engine import FleetEngine
+from services.extras.fleets.protocol import SCHEDULER
+from services.extras.fleets.stream import _read_token_line
+from services.rollout.engines.base import GenerationResult
+from tests.helpers.engines import request, until
+from tests.unit.extras.fleets.servers import (
+    FakeEngine,
+    FakeServer,
+    application,
+    attached,
+    attached_engine,
+)
+
+MANY = 1000
+
+
+class TokenEngine(FakeEngine):
+    """Engine with the parts of vLLM's ``AsyncLLM`` that token lines use; it batches two tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vllm_config.scheduler_config.scheduler_cls = SCHEDULER
+        self.engine_core = self.input_processor = self.output_processor = self
+        self.era = 0
+        self.names: list[str] = []
+        self.aborted: list[str] = []
+        self.empties_cache = True
+        self.decoding: list[asyncio.Future[None]] = []
+        self._running = asyncio.Event()
+        self._running.set()
+
+    def process_inputs(self, name: str, prompt: Any, parameters: Any, tasks: Any) -> Any:
+        if not prompt["prompt_token_ids"]:
+            raise ValueError("the prompt is empty")
+        self.requests.append(prompt)
+        return SimpleNamespace(request_id=name, max_tokens=parameters.max_tokens)
+
+    def process_outputs(self, outputs: Any) -> Any:
+        return outputs
+
+    def propagate_error(self, error: Exception) -> None:
+        raise error
+
+    async def add_request_async(self, request: Any) -> None:
+        self.names.append(request.request_id)
+        self.decoding.append(
+            asyncio.ensure_future(self._decode(request.request_id, request.max_tokens))
+        )
+
+    async def abort_requests_async(self, names: list[str]) -> None:
+        self.aborted += names
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", False)
+        self._running.clear()
+
+    async def reset_prefix_cache_async(self, **options: bool) -> bool:
+        assert options == {"reset_running_requests": True, "reset_connector": True}
+        return self.empties_cache
+
+    async def resume_scheduler_async(self) -> None:
+        if not self._running.is_set():
+            self.era += 1
+        self._running.set()
+
+    async def _decode(self, name: str, max_tokens: int) -> None:
+        logprobs: list[float] = []
+        eras: list[tuple[int, int]] = []
+        for index in range(max_tokens):
+            await self.steps.acquire()
+            await self._running.wait()
+            if name in self.aborted:
+                self.steps.release()
+                return
+            self.num_sampled += 1
+            if not eras or eras[-1][0] != self.era:
+                eras.append((self.era, len(logprobs)))
+            logprobs.append(self.logprob())
+            is_last = index == max_tokens - 1
+            if is_last or len(logprobs) == 2:
+                output = SimpleNamespace(
+                    request_id=name,
+                    new_token_ids=[7] * len(logprobs),
+                    new_logprobs=SimpleNamespace(
+                        logprob_token_ids=np.array(eras, np.int32), logprobs=np.array(logprobs)
+                    ),
+                    prefill_stats=None,
+                    finish_reason="length" if is_last else None,
+                )
+                self.process_outputs([output])
+                logprobs, eras = [], []
+
+
+class TokenServer(FakeServer):
+    """Server whose engine sends token lines."""
+
+    engine: TokenEngine
+
+    def application(self) -> Starlette:
+        self.engine = TokenEngine()
+        return application(self.engine)
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Provides the two names that a server imports from vLLM."""
+    package, parameters = ModuleType("vllm"), ModuleType("vllm.sampling_params")
+    package.__dict__["SamplingParams"] = SimpleNamespace
+    parameters.__dict__["RequestOutputKind"] = SimpleNamespace(DELTA=1)
+    monkeypatch.setitem(sys.modules, "vllm", package)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", parameters)
+    monkeypatch.setattr(fleet_module, "_PROBE_EVERY_S", 0.05)
+    monkeypatch.setattr(stream_module, "_RETRY_S", 0.01)
+
+
+@asynccontextmanager
+async def _serving(
+    number: int = 1, events: list[str] | None = None
+) -> AsyncIterator[tuple[list[TokenServer], FleetEngine]]:
+    servers = [TokenServer() for _ in range(number)]
+    try:
+        for server in servers:
+            await server.start()
+        async with attached_engine([*servers], [] if events is None else events) as engine:
+            yield servers, engine
+    finally:
+        for server in servers:
+            await server.close()
+
+
+async def _adopt(engine: FleetEngine, version: int, value: float) -> None:
+    tensors = {spec.name: torch.full(spec.shape, value) for spec in engine.weight_specs()}
+    await engine.adopt_weights(version, tensors)
+
+
+def _allow(server: TokenServer, number: int) -> None:
+    for _ in range(number):
+        server.engine.steps.release()
+
+
+def _begin(engine: FleetEngine, max_tokens: int) -> asyncio.Future[GenerationResult]:
+    return asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=max_tokens)))
+
+
+async def test_a_response_goes_on_under_the_next_version() -> None:
+    async with _serving() as ((server,), engine):
+        await _adopt(engine, 1, 0.5)
+        task = _begin(engine, 9)
+        _allow(server, 3)
+        await until(lambda: server.engine.num_sampled == 3)
+        await _adopt(engine, 2, 0.25)
+        assert engine.stats().recomputed_tokens_total == 2
+        _allow(server, MANY)
+        result = await task
+        assert result.version_runs == ((1, 3), (2, 6))
+        assert result.logprobs == (-0.5,) * 3 + (-0.25,) * 6
+        assert len(server.engine.names) == 1
+        assert not server.engine.aborted
+
+
+async def test_many_updates_cost_no_token() -> None:
+    async with _serving() as ((server,), engine):
+        await _adopt(engine, 0, 0.0)
+        task = _begin(engine, 41)
+        for version in range(1, 21):
+            _allow(server, 2)
+            await until(lambda number=2 * version: server.engine.num_sampled == number)
+            await _adopt(engine, version, version / 4)
+        _allow(server, MANY)
+        result = await task
+        assert result.version_runs == (*((version, 2) for version in range(20)), (20, 1))
+        assert result.logprobs == tuple(-(index // 2) / 4 for index in range(41))
+        assert server.engine.num_sampled == 41
+
+
+async def test_responses_of_a_server_that_did_not_load_a_version_are_cut() -> None:
+    events: list[str] = []
+    async with _serving(2, events) as (servers, engine):
+        await _adopt(engine, 1, 0.5)
+        task = _begin(engine, 6)
+        for server in servers:
+            _allow(server, 2)
+        await until(lambda: engine.stats().tokens_total == 2)
+        (used,) = [server for server in servers if server.engine.num_sampled]
+        (other,) = [server for server in servers if server is not used]
+        used.engine.differing = ["weight"]
+        await _adopt(engine, 2, 0.25)
+        _allow(used, MANY)
+        _allow(other, MANY)
+        result = await task
+        assert result.version_runs == ((1, 2), (2, 4))
+        assert result.logprobs == (-0.5,) * 2 + (-0.25,) * 4
+        assert other.engine.num_sampled == 4
+        assert used.engine.aborted == used.engine.names[:1]
+    assert events[0].startswith(f"EngineServerRefused: {used.address} gets no work")
+
+
+async def test_responses_are_cut_if_the_cache_keeps_blocks_of_older_weights() -> None:
+    async with _serving() as ((server,), engine):
+        await _adopt(engine, 1, 0.5)
+        server.engine.empties_cache = False
+        task = _begin(engine, 6)
+        _allow(server, 2)
+        await until(lambda: engine.stats().tokens_total == 2)
+        await _adopt(engine, 2, 0.25)
+        _allow(server, MANY)
+        result = await task
+        assert result.version_runs == ((1, 2), (2, 4))
+        first, second = server.engine.requests
+        assert first["cache_salt"] != second["cache_salt"]
+        assert second["prompt_token_ids"] == [1, 2, 7, 7]
+
+
+async def test_an_aborted_response_ends_in_the_engine() -> None:
+    async with _serving() as ((server,), engine):
+        await _adopt(engine, 1, 0.5)
+        task = _begin(engine, 6)
+        _allow(server, 2)
+        await until(lambda: engine.stats().tokens_total == 2)
+        await engine.abort({"r"})
+        assert (await task).finish_reason == "aborted"
+        await until(lambda: server.engine.aborted == server.engine.names)
+
+
+async def test_responses_of_the_owner_before_are_cut() -> None:
+    async with _serving() as ((server,), engine):
+        await _adopt(engine, 1, 0.5)
+        task = _begin(engine, 4)
+        _allow(server, 2)
+        await until(lambda: engine.stats().tokens_total == 2)
+        async with attached(server):
+            await until(lambda: server.engine.aborted == server.engine.names)
+        _allow(server, MANY)
+        result = await task
+        assert result.version_runs == ((1, 4),)
+        assert server.engine.num_sampled == 4
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"{}", b"[1]", b"[[1], [], [[1, 1]], 0, null]", b"[[1], [0.5], [[1, 2]], 0, null]", b"\xff"],
+)
+def test_a_line_of_another_form_is_refused(line: bytes) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        _read_token_line(line)
+
+
+async def test_a_line_of_another_form_sends_the_request_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = iter([b"no list\n"])
+    read = stream_module._read_token_line
+
+    def malformed_once(line: bytes) -> Any:
+        return read(next(lines, line))
+
+    monkeypatch.setattr(stream_module, "_read_token_line", malformed_once)
+    async with _serving() as ((server,), engine):
+        await _adopt(engine, 1, 0.5)
+        _allow(server, MANY)
+        result = await _begin(engine, 4)
+        assert result.version_runs == ((1, 4),)
+        assert len(server.engine.requests) == 2
