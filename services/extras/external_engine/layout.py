@@ -176,19 +176,29 @@ def differing_sources(
     """
     rank_layout = (rank, ranks, has_plain_experts)
     pieces = _planned(tuple(_shapes(sources).items()), tuple(_shapes(targets).items()), rank_layout)
-    return sorted({piece.source for piece in pieces if not _holds(piece, sources, targets)})
+    if not pieces:
+        return []
+    # One transfer to the host: a GPU would wait for each comparison otherwise.
+    flags = torch.stack([_differs(piece, sources, targets) for piece in pieces]).tolist()
+    return sorted({piece.source for piece, differs in zip(pieces, flags, strict=True) if differs})
 
 
-def _holds(piece: Piece, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> bool:
+def _differs(piece: Piece, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Tensor:
+    """Returns True as a ``[]`` bool on the parameter's device if a part of it is not that of its source."""
     parameter = targets[piece.target].narrow(piece.dim, piece.target_start, piece.length)
     source = sources[piece.source].narrow(piece.dim, piece.start, piece.length)
     expected = source.to(device=parameter.device, dtype=parameter.dtype)
-    return bool(torch.equal(_bits(parameter), _bits(expected)))
+    return torch.ne(*_bits(parameter, expected)).any()
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """Returns ``[n]`` uint8, a copy if the tensor is not dense."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+def _bits(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns ``[n]`` integers with the bytes of each tensor, copies of tensors that are not dense."""
+    bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    for integer in (torch.int64, torch.int32, torch.int16):
+        size = integer.itemsize
+        if all(b.nbytes % size == 0 == b.storage_offset() % size for b in bits):
+            return tuple(b.view(integer) for b in bits)
+    return tuple(bits)
 
 
 @lru_cache(maxsize=4)

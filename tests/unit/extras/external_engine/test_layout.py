@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.extras.external_engine.layout import UnknownLayoutError, copy_weights, plan_pieces
+from services.extras.external_engine.layout import (
+    UnknownLayoutError,
+    copy_weights,
+    differing_sources,
+    plan_pieces,
+)
 
 HIDDEN, HEADS, KV_HEADS, HEAD, FF, VOCAB = 16, 8, 2, 4, 24, 40
 LAYER = "model.layers.0"
@@ -191,3 +196,24 @@ def test_tensors_that_engines_compute_others_of_are_not_copied() -> None:
     shape = {f"{LAYER}.self_attn.kv_b_proj.weight": (24, HIDDEN)}
     with pytest.raises(UnknownLayoutError, match="kv_b_proj"):
         plan_pieces(shape, shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("index", [(0, 0), (3, 2), (6, 4)])
+def test_tensors_whose_parameters_have_other_bits_are_named(
+    index: tuple[int, int], dtype: torch.dtype
+) -> None:
+    sources = {
+        "norm.weight": torch.randn(3).to(dtype),
+        "a.weight": torch.randn(7, 5).to(dtype),
+        "b.weight": torch.full((8, 4), torch.nan, dtype=dtype),
+    }
+    targets = {name: tensor.clone() for name, tensor in sources.items()}
+    assert differing_sources(sources, targets) == []
+    targets["a.weight"][index] = -targets["a.weight"][index]
+    targets["b.weight"][1, 1] = 0.0
+    assert differing_sources(sources, targets) == ["a.weight", "b.weight"]
+
+
+def test_an_engine_without_parameters_holds_nothing() -> None:
+    assert differing_sources({}, {}) == []
