@@ -1,7 +1,7 @@
 """Replaces aliases of keys by canonical names and removes keys that an override contradicts."""
 
-import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -33,9 +33,11 @@ class _Alias:
 
 
 def _bytes(key: str, megabytes: Any) -> Mapping[str, Any]:
-    is_number = isinstance(megabytes, int | float) and not isinstance(megabytes, bool)
-    is_finite = is_number and math.isfinite(megabytes)
-    return {key: round(megabytes * 2**20) if is_finite else megabytes}
+    if isinstance(megabytes, bool):
+        return {key: megabytes}
+    with suppress(TypeError, ValueError, OverflowError):  # reported with its key
+        return {key: round(float(megabytes) * 2**20)}
+    return {key: megabytes}
 
 
 def _never_if_negative(key: str, value: Any) -> Mapping[str, Any]:

@@ -692,7 +692,8 @@ class RunSpec(SpecPart):
                 num_others = 1 if topology.placement == "mixed" else 0
                 counts = ranks, max(1, ranks // engine_gpus) + num_others
             else:
-                counts = topology.gpus_of("train"), topology.gpus_of("generate") // engine_gpus
+                num_rollouts = topology.gpus_of("generate") // engine_gpus
+                counts = topology.gpus_of("train"), max(1, num_rollouts)
         except ValueError:
             return values  # it is reported by the rules
         return {

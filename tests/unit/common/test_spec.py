@@ -440,6 +440,10 @@ def test_generate_ahead_steps_is_an_alias_of_max_staleness():
             {"weight_sync.bucket_bytes": 256 << 20},
         ),
         (
+            {"rollout": {"param_update_preduce_bucket_size_mb": "256"}},
+            {"weight_sync.bucket_bytes": 256 << 20},
+        ),
+        (
             {"weight_sync": {"param_update_consume_bucket_size_mb": 128}},
             {"weight_sync.staging_bytes": 128 << 20},
         ),

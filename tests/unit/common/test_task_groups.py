@@ -152,6 +152,11 @@ def test_the_spellings_of_dots_rl_are_accepted(spelling):
             "trainer.world_size is 1",
         ),
         (
+            {"task_groups": ["train", "generate"], "ratios": [0.5, 0.5], "gpus": 4},
+            {"rollout": {"engine": "vllm", "engine_arguments": {"tensor_parallel_size": 4}}},
+            "topology.ratios: NOT_DIVISIBLE_BY_PARALLELISM: group generate gets 2 GPUs",
+        ),
+        (
             {**TOPOLOGY, "gpus": 8, "scoring_ranks": 4},
             {"algorithm": {"kl": {"coefficient": 0.1}}},
             "NOT_DIVISIBLE_BY_PARALLELISM",
@@ -203,6 +208,7 @@ def test_task_groups_among_the_trainers_options_are_those_of_dots_rl():
     [
         ({"weight_sync": {"param_update_consume_bucket_size_mb": float("nan")}}, "staging_bytes"),
         ({"rollout": {"param_update_preduce_bucket_size_mb": float("inf")}}, "bucket_bytes"),
+        ({"rollout": {"param_update_preduce_bucket_size_mb": 10**400}}, "bucket_bytes"),
         (
             {
                 "trainer": {
