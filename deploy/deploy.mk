@@ -33,9 +33,9 @@ test-cluster: cluster-tools ## Train on a real one-node cluster with the images 
 	$(MAKE) --jobs 2 --output-sync=target test-control-plane test-runs
 
 # Beside the other suite, which mostly waits, as building and importing images mostly reads and writes.
-test-runs: cluster-tools
+test-runs: cluster-tools $(S3_SERVER)
 	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python)
-	CI=true $(BIN)/python -m pytest tests/cluster/test_readme.py tests/cluster/test_run.py tests/cluster/test_operations.py tests/cluster/test_sandboxes.py -q -m cluster --durations=20
+	CI=true $(BIN)/python -m pytest tests/cluster/test_readme.py tests/cluster/test_run.py tests/cluster/test_operations.py tests/cluster/test_object_storage.py tests/cluster/test_sandboxes.py -q -m cluster --durations=20
 
 test-cluster-engines: test-control-plane ## Train with vLLM's CPU build on the cluster (ENGINES="vllm sglang" for both; 3 GB each)
 	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python) $(ENGINES)
@@ -46,7 +46,7 @@ test-nodes: deploy-tools ## Train over several nodes with slow and cut links, in
 	tests/system.sh ip=iproute2 nsenter=util-linux
 	CI=true $(BIN)/python -m pytest tests/nodes -q -m nodes
 
-test-alerts: deploy-tools ## Trigger the alerts in a real Prometheus; five minutes
+test-alerts: deploy-tools $(S3_SERVER) ## Trigger the alerts in a real Prometheus; five minutes
 	CI=true $(BIN)/python -m pytest tests/cluster/test_alerts.py -q -m cluster
 
 test-page: $(READY) test-system ## Test the run page in Chromium

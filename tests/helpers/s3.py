@@ -1,4 +1,4 @@
-"""A server of the S3 protocol on loopback, and a connection to it that can be cut.
+"""A server of the S3 protocol, and a connection to it that can be cut.
 
 The server is moto's, in a separate environment (``make s3-server``).
 """
@@ -20,11 +20,12 @@ import pytest
 PYTHON = Path(
     os.environ.get("SLIPSTREAM_S3_PYTHON", Path(__file__).parents[2] / ".venv-s3/bin/python")
 )
+LOOPBACK = "127.0.0.1"
 _SERVER = """
 import logging, sys
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server = ThreadedMotoServer(ip_address=sys.argv[1], port=0, verbose=False)
 server.start()
 print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()
@@ -41,17 +42,17 @@ needs_s3 = pytest.mark.skipif(
 
 
 @contextmanager
-def s3_server() -> Iterator[int]:
+def s3_server(host: str = LOOPBACK) -> Iterator[int]:
     """Starts a server whose objects are in its memory; yields its port."""
-    with started(_SERVER) as port:
+    with started(_SERVER, host) as port:
         yield port
 
 
 @contextmanager
-def started(program: str) -> Iterator[int]:
+def started(program: str, *arguments: str) -> Iterator[int]:
     """Starts a program in moto's environment, which prints its port; yields the port."""
     process = subprocess.Popen(
-        [PYTHON, "-c", program],
+        [PYTHON, "-c", program, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -141,19 +142,19 @@ def _close(connection: socket.socket) -> None:
     connection.close()
 
 
-def environment(port: int) -> dict[str, str]:
+def environment(port: int, host: str = LOOPBACK) -> dict[str, str]:
     """Returns the environment variables of a client of the server."""
     return {
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
     }
 
 
-def new_bucket(port: int) -> str:
+def new_bucket(port: int, host: str = LOOPBACK) -> str:
     """Creates a bucket with a new name; returns its URL."""
     name = f"bucket-{os.getpid()}-{next(_numbers)}"
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/{name}", method="PUT")
+    request = urllib.request.Request(f"http://{host}:{port}/{name}", method="PUT")
     with urllib.request.urlopen(request, timeout=30):
         return f"s3://{name}"
