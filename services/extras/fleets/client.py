@@ -45,6 +45,10 @@ class ServerAwayError(RuntimeError):
     """The server does not answer, or no longer has the session: it may come back."""
 
 
+class ServerDeferringError(ServerAwayError):
+    """The server, or a proxy before it, answered until the time-out that it has too much to do."""
+
+
 class ServerOverloadedError(RuntimeError):
     """The server, or a proxy before it, has too much to do: it answers later.
 
@@ -378,7 +382,9 @@ class FleetServer(ABC):
     def _answer(self, status: int, text: bytes) -> Any:
         """Returns the content of an answer; raises the error that its status means."""
         reason = reason_of(text)
-        if status in (408, 412, 425, 429) or status >= 500:
+        if status in OVERLOADED:
+            raise ServerDeferringError(f"{self.address} answered {status}: {reason}")
+        if status in (408, 412, 425) or status >= 500:
             raise ServerAwayError(f"{self.address} answered {status}: {reason}")
         if status == 409:
             raise ServerBusyError(f"{self.address}: {reason}")

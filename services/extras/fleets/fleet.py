@@ -24,6 +24,7 @@ from services.extras.fleets.client import (
     FleetServer,
     ServerAwayError,
     ServerBusyError,
+    ServerDeferringError,
     ServerOverloadedError,
     ServerRefusedError,
 )
@@ -413,20 +414,30 @@ class Fleet:
             await asyncio.sleep(_PROBE_EVERY_S)
             for server in self.serving:
                 if server.num_running and clock() - server.heard_at > _SILENCE_S:
-                    tasks.create_task(self._probe_engine(server, clock() - server.heard_at))
+                    tasks.create_task(self._probe_engine(server, server.heard_at))
                     server.heard_at = math.inf
 
-    async def _probe_engine(self, server: FleetServer, silence_s: float) -> None:
-        """Loses a server whose engine does not score a text; a long prompt or queue only delays tokens."""
+    async def _probe_engine(self, server: FleetServer, heard_at: float) -> None:
+        """Loses a server whose engine does not score a text; a long prompt or queue only delays tokens.
+
+        One that answers that it has too much to do may still decode, and keeps its work up to the deadline of
+        overloaded servers.
+        """
+        clock = asyncio.get_running_loop().time
         state = (server.session, server.version)
+        next_heard_at: float | None = None
         try:
             await server.score(_PROBE_TEXT)
         except (ServerAwayError, ServerRefusedError) as error:
-            if (server.session, server.version) == state:
+            silence_s = clock() - heard_at
+            if isinstance(error, ServerDeferringError) and silence_s < _OVERLOAD_DEADLINE_S:
+                next_heard_at = heard_at
+            elif (server.session, server.version) == state:
                 reason = f"it sent no token for {silence_s:.0f} s, and its engine scores no text: {error}"
                 self.lose(server, reason)
         finally:
-            server.heard_at = asyncio.get_running_loop().time()
+            if server.heard_at == math.inf:  # it has sent no token meanwhile
+                server.heard_at = clock() if next_heard_at is None else next_heard_at
 
     async def _bring_or_ask(self, server: FleetServer) -> None:
         """Brings a server to the newest weights, or asks a router for its servers."""

@@ -192,6 +192,44 @@ async def test_a_response_leaves_a_server_whose_engine_hangs_while_it_answers(
     )
 
 
+async def test_a_silent_server_that_refuses_further_work_keeps_its_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_module, "_SILENCE_S", 0.1)
+    monkeypatch.setattr(vllm_server_module, "SCORE_TIMEOUT_S", 0.2)
+    events: list[str] = []
+    async with serving(1) as (server,), attached_engine([server], events) as engine:
+        await _adopt(engine, 1, 0.5)
+        task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=3)))
+        await until(lambda: engine.backend.fleet.serving[0].num_running == 1)
+        await until(lambda: len(server.engine.requests) == 1)
+        server.engine.refusals = [Response(status_code=503) for _ in range(MANY)]
+        await until(lambda: len(server.engine.refusals) < MANY - 5, poll_s=0.005)
+        server.engine.refusals.clear()
+        _allow([server], MANY)
+        assert (await task).token_ids == (7,) * 3
+        assert server.engine.num_sampled == 3
+    assert events == []
+
+
+async def test_a_server_that_refuses_work_and_sends_no_token_for_too_long_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_module, "_SILENCE_S", 0.1)
+    monkeypatch.setattr(fleet_module, "_OVERLOAD_DEADLINE_S", 0.6)
+    monkeypatch.setattr(vllm_server_module, "SCORE_TIMEOUT_S", 0.1)
+    events: list[str] = []
+    async with serving(2) as servers, attached_engine(servers, events) as engine:
+        task, silent, other = await _begin_response(engine, servers)
+        silent.engine.refusals = [Response(status_code=503) for _ in range(MANY)]
+        _allow([other], MANY)
+        assert (await task).token_ids == (7,) * 6
+        assert other.engine.num_sampled == 4
+    assert events[0].startswith(
+        f"EngineServerLost: {silent.address} gets no work: it sent no token"
+    )
+
+
 async def test_a_server_that_is_slow_keeps_its_requests_if_its_engine_scores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
