@@ -134,7 +134,10 @@ class LocalVllm(LocalServer):
         return cached_config_folder(config, folder)
 
     def command(self, model: Path, options: Sequence[str]) -> list[str]:
-        arguments = ("--model", str(model), "--disable-log-stats", *options)
+        arguments = (
+            *("--model", str(model), "--disable-log-stats", "--disable-uvicorn-access-log"),
+            *options,
+        )
         return server_command(arguments, is_cpu=self.is_cpu)
 
     @property

@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -133,6 +133,8 @@ class FleetMember:
                 return
         except RefusedError as error:
             response = JSONResponse({"error": error.message}, status_code=error.status)
+        except ClientDisconnect:
+            return  # a response of its segment was cut before the request had arrived
         await response(scope, receive, send)
 
     def _check_open(self, request: Request, path: str) -> None:

@@ -15,11 +15,12 @@ from starlette.applications import Starlette
 from services.extras.fleets import fleet as fleet_module
 from services.extras.fleets import stream as stream_module
 from services.extras.fleets.engine import FleetEngine
-from services.extras.fleets.protocol import SCHEDULER
+from services.extras.fleets.protocol import GENERATE, SCHEDULER
 from services.extras.fleets.stream import _read_token_line
 from services.rollout.engines.base import GenerationResult
 from tests.helpers.engines import request, until
 from tests.unit.extras.fleets.servers import (
+    TOKEN,
     FakeEngine,
     FakeServer,
     application,
@@ -250,6 +251,35 @@ async def test_responses_of_the_owner_before_are_cut() -> None:
         result = await task
         assert result.version_runs == ((1, 4),)
         assert server.engine.num_sampled == 4
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_error() -> None:
+    async with _serving() as ((server,), engine):
+        await _adopt(engine, 1, 0.5)
+        (client,) = engine.backend.fleet.serving
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = {"authorization": f"Bearer {TOKEN}", **client.request_headers()}
+        assert server.app is not None
+        await server.app(
+            {
+                "type": "http",
+                "method": "POST",
+                "path": GENERATE,
+                "query_string": b"",
+                "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],
+            },
+            receive,
+            send,
+        )
+        assert sent == []
+        assert server.engine.names == []
 
 
 @pytest.mark.parametrize(
