@@ -267,7 +267,7 @@ def _stages(
         held_shapes = {
             name: size
             for name, size in shapes.items()
-            if number in stages_of(name, division, is_tied=is_tied)
+            if len(division) == 1 or number in stages_of(name, division, is_tied=is_tied)
         }
         # Micro-batches before the first backward pass: under 1F1B as many as there are stages from this
         # one on, and all if there are fewer of them than stages.
