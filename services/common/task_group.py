@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -131,6 +132,6 @@ async def uninterrupted(work: Awaitable[_Result]) -> _Result:
         raise
 
 
-async def in_thread(work: Callable[[], _Result]) -> _Result:
-    """Runs ``work`` in a thread, :func:`uninterrupted`."""
-    return await uninterrupted(asyncio.get_running_loop().run_in_executor(None, work))
+async def in_thread(work: Callable[[], _Result], threads: Executor | None = None) -> _Result:
+    """Runs ``work`` in a thread, of the event loop's or of the given ones, :func:`uninterrupted`."""
+    return await uninterrupted(asyncio.get_running_loop().run_in_executor(threads, work))

@@ -490,3 +490,24 @@ async def test_an_adoption_whose_caller_leaves_ends_before_the_next_token() -> N
         await adopting
     assert adopted.is_set()  # the previous weights are no longer served
     assert [version for version, _ in result.version_runs] == [1, 2]
+
+
+async def test_one_thread_decodes_so_that_only_it_keeps_the_memory_of_steps(monkeypatch) -> None:
+    engine = make_engine()
+    threads = set[int]()
+    for name in ("admit", "step", "recompute"):
+        work = getattr(engine._batch, name)
+
+        def noted(*values: Any, work: Any = work) -> Any:
+            threads.add(threading.get_ident())
+            return work(*values)
+
+        monkeypatch.setattr(engine._batch, name, noted)
+    async with running(engine):
+        for version in range(1, 4):
+            # Work of other parts of the process keeps threads of the event loop busy.
+            await asyncio.gather(*(asyncio.to_thread(int) for _ in range(20)))
+            await generate_all(engine, FEW_CONTEXTS)
+            await engine.adopt_weights(version, weights_of(version))
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads

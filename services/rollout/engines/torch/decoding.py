@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -302,14 +303,8 @@ class Truncation:
 
     def repeated(self, count: int) -> "Truncation":
         """Returns a copy with every row ``count`` times in succession."""
-        if count == 1:
-            return self
-        return Truncation(
-            top_p=self.top_p.repeat_interleave(count),
-            top_k=self.top_k.repeat_interleave(count),
-            min_p=self.min_p.repeat_interleave(count),
-            reported=self.reported.repeat_interleave(count),
-        )
+        rows = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return Truncation(**{name: row.repeat_interleave(count) for name, row in rows.items()})
 
     def padded(self, size: int) -> "Truncation":
         """Returns a copy with additional rows that allow all tokens."""
@@ -543,12 +538,9 @@ class DecodeStep:
         )
 
     def _move(self, inputs: StepInputs) -> "_DeviceInputs":
+        arrays = {name: getattr(inputs, name) for name in StepInputs.__dataclass_fields__}
         return _DeviceInputs(
-            tokens=torch.from_numpy(inputs.tokens).to(self._device),
-            positions=torch.from_numpy(inputs.positions).to(self._device),
-            rotary_positions=torch.from_numpy(inputs.rotary_positions).to(self._device),
-            temperatures=torch.from_numpy(inputs.temperatures).to(self._device),
-            numbers=torch.from_numpy(inputs.numbers).to(self._device),
+            **{name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
         )
 
     def _graph(self, size: int, span: int, num_queries: int, num_top: int) -> "_Graph | None":
@@ -648,6 +640,8 @@ class _Row:
     request: GenerationRequest
     tokens: "array[int]"
     """Context and response."""
+    max_length: int
+    """Number of tokens that context and response may reach."""
     offset: int = 0
     """Rotary position minus index, for tokens after the prompt's images."""
     logprobs: list[float] = field(default_factory=list)
@@ -729,7 +723,7 @@ class DecodeBatch:
     @property
     def span(self) -> int:
         """Max length that any running request may reach."""
-        return max((_final_length(row.request) for row in self._rows), default=0)
+        return max(map(attrgetter("max_length"), self._rows), default=0)
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -739,7 +733,12 @@ class DecodeBatch:
         """
         first = len(self._rows)
         self._rows.extend(
-            _Row(request, array("q", request.context_ids), self._offset(request.model_inputs))
+            _Row(
+                request,
+                array("q", request.context_ids),
+                len(request.context_ids) + request.max_tokens,
+                self._offset(request.model_inputs),
+            )
             for request in requests
         )
         self._cache.reserve(len(self._rows), self.span)
@@ -780,7 +779,7 @@ class DecodeBatch:
         """
         began = time.perf_counter()
         drafts = self._propose()
-        num_top = max(row.request.top_logprobs for row in self._rows)
+        num_top = max(map(attrgetter("request.top_logprobs"), self._rows))
         outputs = self._step.run(self._inputs(drafts), self._truncation(), num_top=num_top)
         finished: dict[int, FinishReason] = {}
         counts: list[int] = []
@@ -788,19 +787,18 @@ class DecodeBatch:
             zip(self._rows, drafts, outputs.tokens.tolist(), outputs.logprobs.tolist(), strict=True)
         ):
             num_kept = 1 + num_equal(draft, tokens)
-            count = 0
+            request, num_before = row.request, len(row.logprobs)
             for token, logprob in zip(tokens[:num_kept], logprobs, strict=False):
                 row.tokens.append(token)
                 row.logprobs.append(logprob)
-                count += 1
-                if row.request.on_tokens is not None:
-                    self._news.append((row.request.on_tokens, token, logprob))
-                reason = self._finish_reason(row)
+                if request.on_tokens is not None:
+                    self._news.append((request.on_tokens, token, logprob))
+                reason = self._finish_reason(row, token)
                 if reason is not None:
                     finished[slot] = reason
                     break
-            append_version(row.version_runs, weight_version, count)
-            counts.append(count)
+            counts.append(len(row.logprobs) - num_before)
+            append_version(row.version_runs, weight_version, counts[-1])
         if outputs.experts is not None:
             experts_of_rows = self._to_array(outputs.experts)
             for row, count, experts in zip(self._rows, counts, experts_of_rows, strict=True):
@@ -851,8 +849,7 @@ class DecodeBatch:
         ]
 
     def _inputs(self, drafts: Sequence[Sequence[int]]) -> StepInputs:
-        requests = [row.request for row in self._rows]
-        seeds = np.array([request.seed % 2**64 for request in requests], dtype=np.uint64)
+        seeds = np.array([row.request.seed % 2**64 for row in self._rows], dtype=np.uint64)
         num_drawn = np.array([row.num_sampled for row in self._rows], dtype=np.uint64)
         width = max(map(len, drafts))
         if width and self._device.type == "cuda":
@@ -860,8 +857,8 @@ class DecodeBatch:
             width = self._speculator.num_tokens  # one shape, for graphs
         steps = np.arange(1 + width)
         tokens = np.zeros((len(drafts), 1 + width), np.int64)
-        for row, draft, new in zip(self._rows, drafts, tokens, strict=True):
-            new[0] = row.tokens[-1]
+        tokens[:, 0] = [row.tokens[-1] for row in self._rows]
+        for draft, new in zip(drafts, tokens, strict=True) if width else ():
             new[1 : 1 + len(draft)] = draft
         positions = np.array([len(row.tokens) - 1 for row in self._rows])[:, None] + steps
         # No request stores a token in the last place, because the last token of a response is no input.
@@ -871,7 +868,7 @@ class DecodeBatch:
             tokens=tokens,
             positions=positions,
             rotary_positions=positions + offsets,
-            temperatures=np.array([r.temperature for r in requests], dtype=np.float32),
+            temperatures=np.array([r.request.temperature for r in self._rows], dtype=np.float32),
             numbers=uniforms(seeds[:, None], num_drawn[:, None] + steps.astype(np.uint64)),
         )
 
@@ -888,9 +885,9 @@ class DecodeBatch:
             ),
         )
 
-    def _finish_reason(self, row: _Row) -> FinishReason | None:
+    def _finish_reason(self, row: _Row, last_token: int) -> FinishReason | None:
         request = row.request
-        if row.tokens[-1] in request.stop_token_ids:
+        if last_token in request.stop_token_ids:
             return "stop"
         if request.stop_texts:
             assert self._decode is not None, (
@@ -1051,10 +1048,6 @@ class DecodeBatch:
 
     def _tensor(self, values: object) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=self._device)
-
-
-def _final_length(request: GenerationRequest) -> int:
-    return len(request.context_ids) + request.max_tokens
 
 
 def _split_by_size(contexts: list[_Context], *, pads: bool) -> list[list[_Context]]:

@@ -3,7 +3,8 @@
 import asyncio
 import heapq
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -140,7 +141,7 @@ def _speculator_of(config: PretrainedConfig, speculation: SpeculationSpec) -> Ng
 class TorchEngine:
     """Decodes running requests together, step by step, and admits waiting ones between steps.
 
-    Each step runs in a worker thread, so the event loop stays responsive. Operations that must
+    Each step runs in the engine's thread, so the event loop stays responsive. Operations that must
     happen between two steps (admission, abort, adoption) hold the same lock as a step, which a
     cancelled caller keeps until its thread has ended.
     """
@@ -228,6 +229,8 @@ class TorchEngine:
         self._num_arrived = 0
         self._futures: dict[str, asyncio.Future[GenerationResult]] = {}
         self._between_steps = asyncio.Lock()
+        # In the event loop's threads each of them would keep the memory of the largest step it ran.
+        self._thread = ThreadPoolExecutor(1, "decode")
         self._changed = asyncio.Condition()
         self._may_step = True
         self._may_admit = True
@@ -246,11 +249,11 @@ class TorchEngine:
                 if not self._has_work():
                     continue
                 started_at = time.monotonic()
-                finished = await in_thread(partial(self._advance, self._next_requests()))
+                step = partial(self._advance, self._next_requests())
+                finished = await in_thread(step, self._thread)
                 self._busy_seconds += time.monotonic() - started_at
                 self._batch.deliver_tokens()
-                self._refuse(self._batch.pop_refused())
-                self._resolve(finished)
+                self._resolve([*self._batch.pop_refused().items(), *finished])
             await self._notify()
 
     async def wait_ready(self) -> None:
@@ -295,7 +298,7 @@ class TorchEngine:
             check_arguments(self._model.base_model, model_inputs)
         async with self._between_steps:
             assert not self._is_blank, "an engine without weights cannot score"
-            return await in_thread(partial(self._score, token_ids, model_inputs))
+            return await in_thread(partial(self._score, token_ids, model_inputs), self._thread)
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         async with self._between_steps:
@@ -337,13 +340,13 @@ class TorchEngine:
         async with self._between_steps:
             if not self._is_asleep:
                 self._is_asleep = self._is_blank = True
-                await in_thread(self._release_memory)
+                await in_thread(self._release_memory, self._thread)
 
     async def wake(self) -> None:
         """Allocates the weights' storage again."""
         async with self._between_steps:
             if self._is_asleep:
-                await in_thread(self._restore_memory)
+                await in_thread(self._restore_memory, self._thread)
                 self._is_asleep = False
 
     def weight_specs(self) -> list[TensorSpec]:
@@ -376,7 +379,7 @@ class TorchEngine:
         async with self._between_steps:
             assert not self._is_asleep, "a sleeping engine has no memory for weights; wake it first"
             started_at = time.monotonic()
-            await in_thread(partial(self._copy_weights, tensors))
+            await in_thread(partial(self._copy_weights, tensors), self._thread)
             self._weight_version, self._is_blank = version, False
             return time.monotonic() - started_at
 
@@ -414,7 +417,7 @@ class TorchEngine:
         return admitted
 
     def _advance(self, admitted: list[GenerationRequest]) -> list[tuple[str, GenerationResult]]:
-        """Prefills new requests and runs one step of all (in a worker thread)."""
+        """Prefills new requests and runs one step of all (in the engine's thread)."""
         assert not self._is_blank, "an engine without weights cannot decode"
         if admitted:
             self._batch.admit(admitted)
@@ -458,17 +461,15 @@ class TorchEngine:
         for name, parameter in self._parameters.items():
             parameter.untyped_storage().resize_(self._weight_bytes[name])
 
-    def _resolve(self, results: list[tuple[str, GenerationResult]]) -> None:
+    def _resolve(self, results: Iterable[tuple[str, GenerationResult | Exception]]) -> None:
         for request_id, result in results:
             future = self._futures.pop(request_id, None)
-            if future is not None and not future.done():
+            if future is None or future.done():
+                continue
+            if isinstance(result, GenerationResult):
                 future.set_result(result)
-
-    def _refuse(self, errors: Mapping[str, Exception]) -> None:
-        for request_id, error in errors.items():
-            future = self._futures.pop(request_id, None)
-            if future is not None and not future.done():
-                future.set_exception(ValueError(f"the model refuses its inputs: {error}"))
+            else:
+                future.set_exception(ValueError(f"the model refuses its inputs: {result}"))
 
     async def _notify(self) -> None:
         async with self._changed:
