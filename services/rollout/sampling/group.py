@@ -81,6 +81,7 @@ class RunningGroup:
         self.is_interrupted = False
         self.is_cut = False
         self.stalled = ""
+        self._opens_reasoning = False
         self._is_training = kind_of(assignment.split) == "train"
         self._tools = tools
         self._spec = spec
@@ -90,6 +91,7 @@ class RunningGroup:
         self._scores: dict[int, Score] = {}
         self._given: dict[int, RewardInput] = {}
         self._members: dict[int, asyncio.Task[Sample | None]] = {}
+        self._stops = split_stop_texts(spec.sampling.stop, tools.tokenizer)
 
     async def sample(self, prompt: Prompt, progress: GroupProgress) -> list[Sample]:
         """Samples and scores all members; returns no samples if the group was cut.
@@ -101,6 +103,8 @@ class RunningGroup:
             GroupError: If a member failed permanently.
         """
         members = self.assignment.members
+        end = self._tools.tokenizer.decode(prompt.token_ids[-_END_TOKENS:], keeps_special=True)
+        self._opens_reasoning = end.rstrip().endswith(BEGIN)
         self._earlier = {member: progress[member] for member in members if member in progress}
         with unwrapped(GroupError):
             async with TaskGroup() as tasks:
@@ -202,7 +206,7 @@ class RunningGroup:
         assignment = self.assignment
         index = assignment.members.index(member)
         seed = assignment.seeds[index]
-        stop_texts, special_ids = split_stop_texts(self._spec.sampling.stop, self._tools.tokenizer)
+        stop_texts, special_ids = self._stops
         episode = Episode(
             prompt,
             EpisodeLimits(
@@ -239,7 +243,8 @@ class RunningGroup:
                 await self._run_in_sandbox(episode)
                 _check_sampled(episode)
                 span["gen_ai.usage.output_tokens"] = len(episode.response_ids)
-                span["num_segments"] = episode.num_segments
+                if tracing.is_collecting():
+                    span["num_segments"] = episode.num_segments
         except Interrupted:
             return False
         except CallError as error:
@@ -269,8 +274,8 @@ class RunningGroup:
 
     def _check_segments(self, episode: Episode) -> None:
         """Raises GroupError if a response has more weight versions than ``rollout.max_segments``."""
-        num_segments, maximum = episode.num_segments, self._spec.max_segments
-        if maximum is not None and num_segments > maximum:
+        maximum = self._spec.max_segments
+        if maximum is not None and (num_segments := episode.num_segments) > maximum:
             raise GroupError(
                 "too_many_segments",
                 f"a response has tokens of {num_segments} weight versions, more than "
@@ -315,11 +320,10 @@ class RunningGroup:
     def _input(self, episode: Episode) -> RewardInput:
         prompt = episode.prompt
         lengths = tuple(len(turn.token_ids) for turn in episode.turns if turn.is_sampled)
-        end = self._tools.tokenizer.decode(prompt.token_ids[-_END_TOKENS:], keeps_special=True)
         return RewardInput(
             prompt=prompt.text,
             response=episode.response_text,
-            opens_reasoning=len(lengths) == 1 and end.rstrip().endswith(BEGIN),
+            opens_reasoning=len(lengths) == 1 and self._opens_reasoning,
             answer=prompt.answer,
             row=prompt.row,
             split=self.assignment.split,
@@ -347,18 +351,18 @@ class RunningGroup:
             finish_reason="failed" if failed else episode.finish_reason,
             is_greedy=episode.limits.temperature == 0,
             seed=episode.limits.seed,
-            answer=self._answer(episode.response_text),
+            answer=self._answer(episode),
         )
         metrics.SAMPLES.labels(finish_reason=sample.finish_reason).inc()
         metrics.RESPONSE_TOKENS.observe(len(sample.response_ids))
         metrics.SEGMENTS.observe(len(sample.sampled_versions))
         return sample
 
-    def _answer(self, response: str) -> str:
+    def _answer(self, episode: Episode) -> str:
         """Returns the digest of the response's answer; empty in training, which does not use it."""
         if self._is_training:
             return ""
-        return answer_digest(response, self._spec.answer_pattern)
+        return answer_digest(episode.response_text, self._spec.answer_pattern)
 
 
 def _check_sampled(episode: Episode) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from services.common.callables import load_callable
@@ -209,12 +210,15 @@ class Episode:
     def sequences(self) -> Sequence[Conversation]:
         """Conversations that train, each starting with its prompt."""
         if not self.is_served:
-            prompt = self.prompt
-            first = observed(
-                prompt.token_ids, model_inputs=prompt.model_inputs, pictures=prompt.pictures
-            )
-            return [(first, *self.turns)]
+            return [(self._prompt_turn, *self.turns)]
         return [tuple(self.turns)] if self.trained is None else self.trained
+
+    @cached_property
+    def _prompt_turn(self) -> Turn:
+        prompt = self.prompt
+        return observed(
+            prompt.token_ids, model_inputs=prompt.model_inputs, pictures=prompt.pictures
+        )
 
     @property
     def num_segments(self) -> int:
@@ -247,6 +251,8 @@ class Episode:
         Args:
             number: Index of the turn if several followed.
         """
+        if not self._recorded:
+            return None
         num_turns, before = len(turns), tuple(turns)
         recorded = [
             row[num_turns]
