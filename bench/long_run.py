@@ -5,6 +5,9 @@ memory of every process and the size of every kind of file about every 20 s. The
 median slope (Theil-Sen) of its memory over the steps after step 2,000. A process that was replaced, such as
 one that calls rewards, counts with its successors.
 
+``--prompts`` trains fewer prompts a step than sort4's 32 if there is no time for 20,000 such steps; the
+result lists the settings.
+
 Bars: no process grows by more than 1 KB a step after step 2,000; the file of the samples does not exceed
 ``samples.max_bytes``; the checkpoints are at most ``trainer.checkpoint.keep`` and the best one.
 """
@@ -73,6 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--minutes", type=float, default=1e9, help="ends the run after this time")
+    parser.add_argument("--prompts", type=int, help="prompts per step; default: those of sort4")
     parser.add_argument("--smoke", action="store_true", help="100 steps; writes no results")
     parser.add_argument("--folder", type=Path, help="keeps the run in this folder")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the result goes")
@@ -80,26 +84,31 @@ def main() -> None:
     steps = 100 if arguments.smoke else arguments.steps
     after = steps // 2 if arguments.smoke else AFTER_STEP
     out = None if arguments.smoke else arguments.json
+    settings = SETTINGS
+    if arguments.prompts is not None:
+        settings = (*SETTINGS, f"trainer.prompts_per_step={arguments.prompts}")
     with run_folder(arguments.folder) as folder:
         points = []
-        for point in measured(folder, steps=steps, minutes=arguments.minutes):
+        for point in measured(folder, settings, steps=steps, minutes=arguments.minutes):
             points.append(point)
             if out is not None and len(points) % _WRITE_EVERY == 0:
-                write_json(out, result(points, after=after))
-    found = result(points, after=after)
+                write_json(out, result(points, settings, after=after))
+    found = result(points, settings, after=after)
     report_to(out, found)
     if not arguments.smoke and found["failed"]:
         raise SystemExit(f"above the bar: {', '.join(found['failed'])}")
 
 
-def measured(folder: Path, *, steps: int, minutes: float) -> Iterator[Point]:
-    """Trains, and yields a point about every 20 s.
+def measured(
+    folder: Path, settings: Sequence[str], *, steps: int, minutes: float
+) -> Iterator[Point]:
+    """Trains with further settings, and yields a point about every 20 s.
 
     Raises:
         SystemExit: If the run fails, with the end of its output.
     """
     begin = time.monotonic()
-    with running(folder, (*SETTINGS, f"trainer.steps={steps}"), spec=SPEC) as command:
+    with running(folder, (*settings, f"trainer.steps={steps}"), spec=SPEC) as command:
         root = psutil.Process(command.pid)
         while command.poll() is None and time.monotonic() < begin + 60 * minutes:
             time.sleep(2.0 if steps <= 100 else _EVERY_S)
@@ -199,7 +208,7 @@ def _processor_ms(points: Sequence[Point]) -> dict[str, float]:
     }
 
 
-def result(points: Sequence[Point], *, after: int) -> dict[str, Any]:
+def result(points: Sequence[Point], settings: Sequence[str], *, after: int) -> dict[str, Any]:
     """Returns the growth after a step, the curve, and which bars do not hold."""
     late = [point for point in points if point.step >= after]
     names = sorted({name for point in late for name in point.memory})
@@ -218,7 +227,7 @@ def result(points: Sequence[Point], *, after: int) -> dict[str, Any]:
     stride = -(-len(points) // _MAX_POINTS) or 1
     return {
         "host": f"{platform.machine()}, {psutil.cpu_count()} cores",
-        "settings": [*SETTINGS],
+        "settings": [*settings],
         "steps": points[-1].step if points else 0,
         "seconds": round(points[-1].seconds) if points else 0,
         "steps_per_s": _rate(late),
