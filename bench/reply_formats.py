@@ -113,7 +113,7 @@ class _Parser:
             )
             for number, call in enumerate(found)
         ]
-        content = model_output[: found[0].place].strip() if found else model_output
+        content = model_output[: found[0].start].strip() if found else model_output
         return _Any(tools_called=bool(calls), tool_calls=calls, content=_Text(content) or None)
 
 

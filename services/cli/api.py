@@ -110,8 +110,8 @@ class Api(AsyncTransport):
     async def samples(self, operation: ExportSamples) -> AsyncIterator[dict[str, Any]]:
         """Yields the kept samples of a run."""
         async for _, sample in self.stream(_request(operation)):
-            if missing := _SAMPLE_KEYS - sample.keys():
-                raise no_controller(self.url, f"a sample has no {min(missing)!r}")
+            if missing_keys := _SAMPLE_KEYS - sample.keys():
+                raise no_controller(self.url, f"a sample has no {min(missing_keys)!r}")
             yield sample
 
     async def watch_all(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:

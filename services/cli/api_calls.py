@@ -283,11 +283,11 @@ def run_until_signal(work: Coroutine[Any, Any, Any], *, needs_reader: bool = Tru
     except BaseExceptionGroup as group:
         if group.subgroup(BrokenPipeError) is not None:
             raise typer.Exit(0) from None
-        expected, unknown = group.split(_TOLD)
+        errors_to_report, unknown = group.split(_TOLD)
         if unknown is not None:
             raise
-        assert expected is not None
-        for error in _root_causes(leaves(expected)):
+        assert errors_to_report is not None
+        for error in _root_causes(leaves(errors_to_report)):
             fail(_message_of(error))
         raise typer.Exit(1) from None
 

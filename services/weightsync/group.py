@@ -188,16 +188,16 @@ class WeightGroup:
         # keep it alive.
         self._store = store
 
-    def begin(self, stored: str, manifests: Sequence[str]) -> None:
+    def begin(self, stored_version: str, manifests: Sequence[str]) -> None:
         """Starts a transfer through a store; does nothing for members that meet.
 
         Args:
-            stored: Name of the version in the store.
+            stored_version: Name of the version in the store.
             manifests: For a receiver, the digest of each source's manifest; empty for a source.
         """
         if self._is_stored:
             for source, channel in self.channels.items():
-                channel.begin(stored, manifests[source] if manifests else "")
+                channel.begin(stored_version, manifests[source] if manifests else "")
 
     def commit(self) -> str:
         """Ends a source's transfer; returns the digest of its manifest in a store, or an empty text."""

@@ -77,7 +77,10 @@ def distinct(layouts: Sequence[Layout]) -> list[Layout]:
 
 def _replaces(cheaper: Layout, layout: Layout) -> bool:
     sizes = ((getattr(cheaper, name), getattr(layout, name)) for name in _AXES)
-    return all(size <= other for size, other in sizes) and _SAVED * cheaper.memory <= layout.memory
+    return (
+        all(size <= size_of_other for size, size_of_other in sizes)
+        and _SAVED * cheaper.memory <= layout.memory
+    )
 
 
 def fitting_layout(

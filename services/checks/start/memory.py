@@ -58,19 +58,19 @@ class RunMemory:
     trainer: TrainerMemory
     trainer_gpus: int
     rollout: MemoryPlan
-    chosen: RunSpec
+    spec: RunSpec
     """The run with the settings that depend on the size of the GPUs filled in."""
     why_not: str
     """Reason why the run does not fit, and a change that makes it fit; empty if it fits."""
 
     def table(self) -> str:
         """Returns the memory contents of each GPU as lines of text."""
-        way = self.chosen.trainer.activation_checkpointing
+        way = self.spec.trainer.activation_checkpointing
         return "\n".join(
             [
                 f"trainer.activation_checkpointing: {str(way).lower()}",
                 self.trainer.table(self.trainer_gpus),
-                *([self.rollout.table()] if self.chosen.runs_engines else []),
+                *([self.rollout.table()] if self.spec.runs_engines else []),
             ]
         )
 
@@ -105,7 +105,7 @@ def run_memory(
         change = f"It fits with {' and '.join(f'{key}: {in_yaml(fits[key])}' for key in fits)}"
     first, newline, rest = memory.why_not.partition("\n")
     reason = f"{first.rstrip('.')}. {change}{newline}{rest}"
-    return RunMemory(memory.trainer, memory.trainer_gpus, memory.rollout, memory.chosen, reason)
+    return RunMemory(memory.trainer, memory.trainer_gpus, memory.rollout, memory.spec, reason)
 
 
 def host_problem(spec: RunSpec, config: PretrainedConfig, *, host_bytes: int) -> Iterator[str]:

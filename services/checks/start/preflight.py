@@ -346,8 +346,10 @@ def read_checked(
     )
     if better:
         # Read the file again, because other defaults follow from these values.
-        draft = read_draft(path, [*overrides, *(f"{each.key}={each.value}" for each in better)])
-        draft = replace(draft, notes=(*draft.notes, *(each.why for each in better)))
+        draft = read_draft(
+            path, [*overrides, *(f"{default.key}={default.value}" for default in better)]
+        )
+        draft = replace(draft, notes=(*draft.notes, *(default.why for default in better)))
     examined = draft.examined
     problems = list(examined.problems)
     if examined.spec is not None:
@@ -881,12 +883,12 @@ def _without_methods(key: str, reference: str, arguments: Any) -> Iterator[str]:
         return  # reported already
     if not inspect.isclass(factory):
         return  # a function creates the instance
-    if missing := [
+    if missing_methods := [
         name for name in ("reset", "step") if not callable(getattr(factory, name, None))
     ]:
         yield (
-            f"{key}: class {reference!r} has no method {' and no method '.join(missing)}; an environment "
-            "needs reset(task, seed) and step(message)"
+            f"{key}: class {reference!r} has no method {' and no method '.join(missing_methods)}; "
+            "an environment needs reset(task, seed) and step(message)"
         )
     try:
         inspect.signature(factory).bind(**(arguments if isinstance(arguments, dict) else {}))

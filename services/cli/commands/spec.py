@@ -65,7 +65,7 @@ def startable_launcher(name: str) -> str:
     """
     checked_launcher(name)
     if not LAUNCHERS[name].site:
-        startable = [other for other in LAUNCHERS if LAUNCHERS[other].site]
+        startable = [launcher for launcher in LAUNCHERS if LAUNCHERS[launcher].site]
         raise typer.BadParameter(
             f"expected one of {', '.join(startable)}, got {name!r}, whose controller is installed otherwise; "
             "submit the run to that controller (slipstream submit --url)"

@@ -117,7 +117,7 @@ class MemoryPlan:
     """Keys and values of one token."""
     merged_slots: float = 0.0
     """Further staging slots, for weights that are merged while the engine generates."""
-    others: float = 0.0
+    other_workers: float = 0.0
     """Memory of other workers on the same GPU."""
     kv_token_limit: float = inf
     """Max useful KV cache in tokens: beside a trainer, more only takes memory, and longer to map."""
@@ -137,7 +137,7 @@ class MemoryPlan:
     @property
     def engine_share(self) -> float:
         """Max fraction of the GPU for the engine, including weights and KV cache, in steps of 0.01."""
-        free_fraction = 1 - _FREE_SHARE - (self.plane + self.others) / self.total
+        free_fraction = 1 - _FREE_SHARE - (self.plane + self.other_workers) / self.total
         return min(_LARGEST_SHARE, floor(100 * free_fraction) / 100)
 
     @property
@@ -183,7 +183,7 @@ class MemoryPlan:
             ("weight sync: shadow", self.shadow),
             ("weight sync: buckets", self.slots + self.merged_slots),
             ("contexts", _CONTEXTS),
-            *([("other workers", self.others)] if self.others else []),
+            *([("other workers", self.other_workers)] if self.other_workers else []),
         ]
         rows = [*rows, ("left", self.total - sum(size for _, size in rows))]
         head = f"each of a rollout's {self.num_gpus} GPU(s), with {self.total / _GB:.1f} GB"
@@ -204,18 +204,21 @@ class MemoryPlan:
         """
         if self.kv_tokens < most_tokens:
             engine_bytes = self.weights + _WORKING + self.plane + most_tokens * self.kv_per_token
-            beside = f"; other workers use {self.others / _GB:.1f} GB of it" if self.others else ""
+            beside = (
+                f"; other workers use {self.other_workers / _GB:.1f} GB of it"
+                if self.other_workers
+                else ""
+            )
             remedy = (
                 "give the run more GPUs, lower trainer.tokens_per_micro_batch, or set trainer.cpu_offload"
-                if self.others
+                if self.other_workers
                 else "give the engine more GPUs (its tensor-parallel argument in rollout.engine_arguments), "
                 "or shorten responses"
             )
             raise ValueError(
                 f"the model does not fit: a GPU of the rollout has {self.total / _GB:.1f} GB, but "
-                f"{(engine_bytes + self.others) / _GB:.1f} GB are needed for one response of {most_tokens} "
-                "tokens"
-                f"{beside}; {remedy}.\n" + self.table()
+                f"{(engine_bytes + self.other_workers) / _GB:.1f} GB are needed for one response of "
+                f"{most_tokens} tokens{beside}; {remedy}.\n" + self.table()
             )
 
 
@@ -226,7 +229,7 @@ def plan_memory(
     gpu_bytes: int,
     kind: EngineKind,
     arguments: Mapping[str, Any],
-    others: float = 0.0,
+    other_workers: float = 0.0,
     kv_token_limit: float = inf,
     stays_awake: bool = False,
 ) -> MemoryPlan:
@@ -234,7 +237,7 @@ def plan_memory(
 
     Args:
         arguments: Arguments of the engine, which determine how the model is divided.
-        others: Bytes of other workers on that GPU.
+        other_workers: Bytes of other workers on that GPU.
         kv_token_limit: Max useful size of the KV cache in tokens.
         stays_awake: True if the engine keeps its memory during the other side's turns.
     """
@@ -248,10 +251,10 @@ def plan_memory(
         num_gpus=num_gpus,
         total=gpu_bytes,
         weights=model.weights / gpus_per_replica,
-        shadow=plane.num_copies * model.sent / num_gpus,
+        shadow=plane.num_copies * model.sent_weights / num_gpus,
         slots=plane.slot_bytes + plane.merging + model.quantizing,
         kv_per_token=model.kv_per_token / divided,
-        others=others,
+        other_workers=other_workers,
         kv_token_limit=kv_token_limit,
         stays_awake=stays_awake,
     )
@@ -317,7 +320,7 @@ def plan_of(
         gpu_bytes=gpu_bytes,
         kind=kind,
         arguments=arguments,
-        others=other_workers_bytes(roles, spec, config, gpu_bytes=gpu_bytes),
+        other_workers=other_workers_bytes(roles, spec, config, gpu_bytes=gpu_bytes),
         kv_token_limit=required_kv_tokens(spec, config) if is_shared else inf,
         stays_awake=is_in_turns and resident_memory(spec, config, gpu_bytes=gpu_bytes) == "all",
     )
@@ -352,7 +355,7 @@ def engine_share(
         _check_cache(
             plan, cache, arguments[cache] * (1 if kind.cache_in_bytes else plan.kv_per_token)
         )
-    elif cache is not None and (plan.others or not kind.memory_argument):
+    elif cache is not None and (plan.other_workers or not kind.memory_argument):
         share[cache] = int(plan.kv_cache) if kind.cache_in_bytes else plan.kv_tokens
     return share
 
@@ -384,12 +387,12 @@ def _checked_share(
     if configured_share is None:
         # This fraction refers to the memory that is free when the engine starts; the explicit KV cache
         # size bounds the use.
-        is_bounded = kind.memory_excludes_working and plan.others
+        is_bounded = kind.memory_excludes_working and plan.other_workers
         cache_bytes = arguments.get(kind.cache_argument or "") if kind.cache_in_bytes else None
         wanted_share = plan.wanted_share(plan.kv_cache if cache_bytes is None else cache_bytes)
         return {name: _LARGEST_SHARE if is_bounded else round(wanted_share - excluded, 2)}
     if configured_share > maximum:
-        beside = f" and other workers {plan.others / _GB:.1f}" if plan.others else ""
+        beside = f" and other workers {plan.other_workers / _GB:.1f}" if plan.other_workers else ""
         raise ValueError(
             f"rollout.engine_arguments.{name} is {configured_share}, but weight sync needs "
             f"{plan.plane / _GB:.1f}{beside} of {plan.total / _GB:.1f} GB, which leaves at most "

@@ -91,7 +91,7 @@ class ModelSize:
     """Bytes of one token's keys and values in all layers."""
     num_kv_heads: int
     """Key-value heads per layer; tensor parallelism cannot divide the KV cache further."""
-    sent: float
+    sent_weights: float
     """Bytes of all parameters as they are sent."""
     quantizing: float = 0.0
     """Bytes that an engine needs to quantize new weights."""
@@ -115,13 +115,13 @@ class ModelSize:
             weights=weights,
             kv_per_token=kv_bytes_per_token(config, cache_dtype(spec)),
             num_kv_heads=kv_heads(config),
-            sent=sent_bytes,
+            sent_weights=sent_bytes,
             quantizing=quantizing,
         )
 
     def on_each_gpu(self, spec: RunSpec) -> float:
         """Returns the bytes of live and received weights on each GPU of a rollout."""
-        received_bytes = (weight_copies(spec) - 1) * self.sent
+        received_bytes = (weight_copies(spec) - 1) * self.sent_weights
         return (self.weights + received_bytes) / spec.engine_gpus + self.quantizing
 
 

@@ -53,10 +53,11 @@ def use_invariant_operators(model: PreTrainedModel) -> None:
         "recurrent layers": recurrent_module(config) is not None,
         "capped or sink scores": not has_plain_scores(config),
     }
-    if missing := [name for name, is_so in lacks.items() if is_so]:
+    if missing_operators := [name for name, is_so in lacks.items() if is_so]:
         raise ValueError(
             f"rollout.reproducible is batch_invariant, which the engine torch does not support with "
-            f"{' and '.join(missing)}; use vllm or sglang on a GPU, or set rollout.reproducible to true"
+            f"{' and '.join(missing_operators)}; use vllm or sglang on a GPU, or set "
+            "rollout.reproducible to true"
         )
     if model.device.type != "cuda":
         # Several threads would split the elements at any place and compute each remainder by other code.
@@ -188,9 +189,9 @@ def invariant_attention(
     Returns:
         ``[B, heads, L, D]``.
     """
-    if missing := -key.shape[2] % KEYS:
-        key, value = (functional.pad(states, (0, 0, 0, missing)) for states in (key, value))
-        visible = functional.pad(visible, (0, missing))
+    if num_padded := -key.shape[2] % KEYS:
+        key, value = (functional.pad(states, (0, 0, 0, num_padded)) for states in (key, value))
+        visible = functional.pad(visible, (0, num_padded))
     groups = query.shape[1] // key.shape[1]
     if query.is_cuda:
         key, value = (states.repeat_interleave(groups, 1) for states in (key, value))

@@ -265,10 +265,10 @@ def _from_pretrained(
     # random.
     arguments = {**arguments, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        read: Any = AutoModelForCausalLM.from_pretrained(
+        model_and_findings: Any = AutoModelForCausalLM.from_pretrained(
             model.path, dtype=dtype, use_safetensors=True, **arguments
         )
-        loaded, findings = read
+        loaded, findings = model_and_findings
         _check_found(findings)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(load_problem(model, error)) from error
@@ -280,10 +280,10 @@ def _check_found(findings: Mapping[str, Any]) -> None:
     lacking = sorted(findings["missing_keys"])
     if lacking:
         raise ValueError(f"the weight files lack {named(lacking)}, which config.json requires")
-    for name, model_shape, expected in findings["mismatched_keys"]:
+    for name, model_shape, config_shape in findings["mismatched_keys"]:
         raise ValueError(
-            f"{name} has shape {list(model_shape)} in the weight files, but {list(expected)} according to "
-            "config.json"
+            f"{name} has shape {list(model_shape)} in the weight files, but {list(config_shape)} according "
+            "to config.json"
         )
 
 

@@ -54,8 +54,8 @@ def missing_operators(config: Mapping[str, Any], dtype: torch.dtype) -> list[str
         f"the activation {config.get('hidden_act')!r}": config.get("hidden_act") != "silu",
         f"heads of {head} elements": head not in _HEADS,
     }
-    missing = [name for name, is_so in lacks.items() if is_so]
-    return missing if are_here() else [*missing, f"an environment without vLLM {_VERSION}"]
+    reasons = [name for name, is_so in lacks.items() if is_so]
+    return reasons if are_here() else [*reasons, f"an environment without vLLM {_VERSION}"]
 
 
 def are_here() -> bool:
@@ -74,9 +74,9 @@ def use_vllm_operators(model: PreTrainedModel) -> None:
     """
     untyped: Any = model
     decoder, config = untyped.get_decoder(), untyped.config
-    if missing := missing_operators(config.to_dict(), torch.bfloat16):
+    if reasons := missing_operators(config.to_dict(), torch.bfloat16):
         raise ValueError(
-            f"vLLM's batch-invariant operators do not compute {' and '.join(missing)}; use another model or "
+            f"vLLM's batch-invariant operators do not compute {' and '.join(reasons)}; use another model or "
             f"environment, or set rollout.reproducible to true"
         )
     for layer in decoder.layers:

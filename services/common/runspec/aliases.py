@@ -60,14 +60,14 @@ _ALIASES: Final[Mapping[str, _Alias]] = {
     "trainer.generate_ahead_steps": _AHEAD,
     # Names of dots.rl, including its misspelled ones.
     **{
-        f"{part}.{spelling}_node_{what}": _Alias(key)
-        for part in ("topology", "trainer")
+        f"{section}.{spelling}_node_{what}": _Alias(key)
+        for section in ("topology", "trainer")
         for spelling in ("separated", "sperated")
         for what, key in (("tasks", _TASK_GROUPS), ("ratios", _RATIOS))
     },
     **{
-        f"{part}.param_update_{side}_bucket_size_mb": _Alias(key, _bytes)
-        for part in ("rollout", "weight_sync")
+        f"{section}.param_update_{side}_bucket_size_mb": _Alias(key, _bytes)
+        for section in ("rollout", "weight_sync")
         for side, key in (
             ("preduce", "weight_sync.bucket_bytes"),
             ("consume", "weight_sync.staging_bytes"),

@@ -333,10 +333,10 @@ def _hint(errors: Sequence[Any], key: str) -> str:
     elif types & {"int_parsing", "int_from_float"} and (integer := _whole(value)):
         hint = f"write {integer}"
     elif isinstance(value, str):
-        expected = [
+        expected_values = [
             error["ctx"]["expected"] for error in errors if error["type"] == "literal_error"
         ]
-        choices = re.findall(r"'([^']+)'", " ".join(expected))
+        choices = re.findall(r"'([^']+)'", " ".join(expected_values))
         hint = did_you_mean(value, choices).strip().replace("Did", "did")
     return f"; {hint}" if hint else ""
 

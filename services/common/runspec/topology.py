@@ -137,10 +137,10 @@ def _named(
             TaskGroupFault.DUPLICATE_TASK, f"task {twice[0]} is listed twice; remove one"
         )
     required = [kind.task for kind in WORKERS.values() if kind.is_required]
-    if missing := [task for task in required if task not in everything]:
+    if missing_tasks := [task for task in required if task not in everything]:
         raise TaskGroupError(
             TaskGroupFault.MISSING_TASK,
-            f"no group has the task {missing[0]}, which every run needs; add it",
+            f"no group has the task {missing_tasks[0]}, which every run needs; add it",
         )
     return tuple(groups)
 

@@ -101,14 +101,14 @@ class CheckpointArchive:
         rows = await self._database.query(self._store.list_checkpoints, run_id)
         if checkpoint_id:
             rows = [await self._database.query(self._store.get, run_id, checkpoint_id)]
-        ready = [checkpoint for checkpoint in rows if checkpoint.state == "READY"]
-        if not ready:
+        ready_checkpoints = [checkpoint for checkpoint in rows if checkpoint.state == "READY"]
+        if not ready_checkpoints:
             why = f"{checkpoint_id} is {rows[0].state}" if checkpoint_id else "the run has none"
             raise NoCheckpointError(
                 f"run {run_id} needs a READY checkpoint to continue from, but {why}; save one first",
                 run_id=run_id,
             )
-        return max(ready, key=lambda checkpoint: checkpoint.step)
+        return max(ready_checkpoints, key=lambda checkpoint: checkpoint.step)
 
     async def runs_saved_at(self, paths: Collection[Path]) -> list[str]:
         """Returns the runs that have a checkpoint at one of the paths, above it, or directly below it."""

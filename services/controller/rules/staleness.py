@@ -58,7 +58,7 @@ class BatchChoice:
 
 
 def choose_batch(
-    ready: Sequence[Group],
+    ready_groups: Sequence[Group],
     running: Sequence[Group],
     *,
     gate: StalenessGate,
@@ -80,14 +80,14 @@ def choose_batch(
     """
     stale = tuple(
         group
-        for group in ready
+        for group in ready_groups
         if gate.is_stale(group.oldest_version, trainer_version=trainer_version)
     )
     if stale and not keep_stale:
         return BatchChoice(stale=stale)
-    if len(ready) < gate.groups_per_step:
+    if len(ready_groups) < gate.groups_per_step:
         return BatchChoice()
-    by_age = sorted(ready, key=lambda group: (group.oldest_version, group.sequence))
+    by_age = sorted(ready_groups, key=lambda group: (group.oldest_version, group.sequence))
     groups, remaining = by_age[: gate.groups_per_step], by_age[gate.groups_per_step :]
     if wait_for_due:
         overdue = _overdue([*remaining, *running], gate=gate, trainer_version=trainer_version)

@@ -57,7 +57,7 @@ class RunConnections:
     """Workers that receive the trainer's weights; empty if the run neither samples nor scores."""
     savers: list[Worker]
     """Workers that save checkpoints: the trainer, and a critic with its own GPUs."""
-    others: list[Worker]
+    other_workers: list[Worker]
     """Workers besides the trainer and the rollouts."""
     train_rows: Mapping[str, int]
     """Rows of each training set, by split."""
@@ -227,7 +227,7 @@ async def connect(
         weights=weights,
         serving=serving,
         savers=[trainer, *(worker for worker in optional_workers if worker.role == "critic")],
-        others=optional_workers,
+        other_workers=optional_workers,
         train_rows=_agreed_rows(rollouts, spec.data.train_sets),
         heldout_rows=_agreed_rows(rollouts, spec.data.heldout_sets),
     )

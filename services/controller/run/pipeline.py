@@ -320,7 +320,7 @@ class TrainingPipeline:
         """Reports workers besides trainer and rollouts that cannot reach the transferqueue, or can again."""
         earlier: set[str] = set()
         while True:
-            now = {w.worker_id: w.activity for w in self.connections.others if w.is_cut_off}
+            now = {w.worker_id: w.activity for w in self.connections.other_workers if w.is_cut_off}
             causes = {name: now[name] for name in sorted(now.keys() - earlier)}
             back = sorted(earlier - now.keys())
             for note in cut_off_notes("WorkerCutOff", causes, "WorkerReconnected", back):
@@ -499,8 +499,8 @@ class TrainingPipeline:
         """Returns True if the run can resume after its last step without the trainer's host."""
         if self._lacks_uploads:
             return False
-        ready = await self.journal.read(ready_checkpoints)
-        return self.step == 0 or any(checkpoint.step == self.step for checkpoint in ready)
+        checkpoints = await self.journal.read(ready_checkpoints)
+        return self.step == 0 or any(checkpoint.step == self.step for checkpoint in checkpoints)
 
     async def finish(self) -> None:
         """Ends the run, or its steps; a paused run keeps unfinished groups in its checkpoint."""

@@ -145,13 +145,13 @@ class Publisher:
         if report.lost:
             raise UnavailableError(f"{', '.join(report.lost)} did not receive weights")
         version, rollout_pool = report.version, self.connections.rollout_pool
-        missed: list[str] = []
+        missed_workers: list[str] = []
         for worker in self.connections.serving:
             if worker.worker_id in report.receivers:
                 worker.weight_version = version
             else:
-                missed.append(worker.worker_id)
-        rollout_pool.exclude_missed(missed)
+                missed_workers.append(worker.worker_id)
+        rollout_pool.exclude_missed(missed_workers)
         rollout_pool.readmit_current()
         self.progress.record_sync(report)
         message = f"weight version {version} is served by every rollout"

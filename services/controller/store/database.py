@@ -115,8 +115,8 @@ class Database:
         self, num_rows: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> _T:
         """Runs ``work`` by :meth:`query` or :meth:`scan`, depending on the max number of rows it reads."""
-        read = self.query if num_rows <= _FEW_ROWS else self.scan
-        return await read(work, *args, **kwargs)
+        method = self.query if num_rows <= _FEW_ROWS else self.scan
+        return await method(work, *args, **kwargs)
 
     async def scan(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Runs a large read in a thread, with any database."""

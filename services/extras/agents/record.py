@@ -96,13 +96,13 @@ class _Conversation:
     """Recorded turns, and what identifies a request that continues them."""
 
     turns: tuple[Turn, ...]
-    asked: "_Hash"
+    context_hash: "_Hash"
     """Hash of the tokens before the last turn."""
     meanings: tuple[bytes, ...] = ()
     """For chats: digest of the tools, then of each message."""
     reasoning: tuple[str, ...] = ()
     """For chats: the policy's reasoning in each message; empty if it has none."""
-    kept: frozenset[int] = frozenset()
+    reasoning_messages: frozenset[int] = frozenset()
     """Indices of the messages whose reasoning is in the turns."""
     text: str = ""
     """For completions: text of the prompt and the replies."""
@@ -140,7 +140,7 @@ class EpisodeRecord:
         with_reasoning = partial(self._with_reasoning, request, reasoning)
         request, reasoned = await _computed(with_reasoning, request)
         is_rewritten = any(message.role == "assistant" for message in new_messages)
-        if earlier is not None and reasoned != earlier.kept:
+        if earlier is not None and reasoned != earlier.reasoning_messages:
             earlier, is_rewritten = None, True
         self._episode.num_rewritten += is_rewritten
         turns = await self._chat_turns(request, earlier)
@@ -169,14 +169,14 @@ class EpisodeRecord:
         self._chats += [
             _Conversation(
                 turns=(*turns, choice.turn),
-                asked=context_hash,
+                context_hash=context_hash,
                 meanings=(*meanings, choice.message.meaning),
                 reasoning=(
                     *reasoning,
                     *[""] * len(new_messages),
                     choice.message.reasoning_content or "",
                 ),
-                kept=reasoned | {len(request.messages)}
+                reasoning_messages=reasoned | {len(request.messages)}
                 if choice.message.reasoning_content
                 else reasoned,
             )
@@ -220,7 +220,7 @@ class EpisodeRecord:
         self._texts += [
             _Conversation(
                 turns=(*turns, choice.turn),
-                asked=context_hash,
+                context_hash=context_hash,
                 text=text + choice.message.text,
                 has_visible_reply=bool(choice.message.text),
             )
@@ -444,7 +444,7 @@ def _longest(
 
 def _hash(turns: Sequence[Turn], earlier: _Conversation | None) -> "_Hash":
     """Hashes the tokens of turns, starting from the hash of the conversation that they continue."""
-    context_hash = hashlib.sha256() if earlier is None else earlier.asked.copy()
+    context_hash = hashlib.sha256() if earlier is None else earlier.context_hash.copy()
     try:
         for turn in turns[0 if earlier is None else len(earlier.turns) - 1 :]:
             context_hash.update(array("q", turn.token_ids))

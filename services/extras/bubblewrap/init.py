@@ -171,12 +171,12 @@ def _wait(process: int, output: _Output, deadline: float, limits: _Limits) -> st
     check_at = time.monotonic() + _CHECK_S
     try:
         while (left_s := deadline - time.monotonic()) > 0:
-            ready, _, _ = select.select(watched, [], [], min(left_s, _CHECK_S))
-            if sys.stdin.fileno() in ready:
+            readable, _, _ = select.select(watched, [], [], min(left_s, _CHECK_S))
+            if sys.stdin.fileno() in readable:
                 sys.exit()  # the next request comes after this answer, so this is the end of the input
-            if output.reader in ready and not output.read():
+            if output.reader in readable and not output.read():
                 watched.remove(output.reader)
-            if descriptor in ready:
+            if descriptor in readable:
                 return ""
             if time.monotonic() >= check_at:
                 if limit := limits.exceeded():

@@ -74,7 +74,7 @@ class JudgedTests:
 
     tests: tuple[Mapping[str, Any], ...]
     """Tests of :class:`services.extras.code_tests.judging.judge.Judge`."""
-    given: tuple[str, ...] = field(default=())
+    preamble: tuple[str, ...] = field(default=())
     """Code that runs before the program: names that the prompt or the site defines."""
     prelude: str = ""
     """Code that runs before the tests."""
@@ -121,9 +121,9 @@ def _parsed(value: Any) -> Any:
     if isinstance(value, str):
         value = _decoded(value).removeprefix("\ufeff")
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        for read in (json.loads, ast.literal_eval):
+        for parse in (json.loads, ast.literal_eval):
             try:
-                return read(value.strip())
+                return parse(value.strip())
             except (ValueError, SyntaxError, RecursionError, MemoryError):
                 continue
     as_list = getattr(value, "tolist", None)
@@ -186,8 +186,8 @@ def _pairs(answer: Any, row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         return
     if not are_lists or len(inputs) != len(outputs):
         raise _refused(f"got {_counted(inputs)} inputs and {_counted(outputs)} outputs")
-    for input_text, expected in zip(inputs, outputs, strict=True):
-        yield {**shared, "input": input_text, "output": expected}
+    for input_text, output in zip(inputs, outputs, strict=True):
+        yield {**shared, "input": input_text, "output": output}
 
 
 def _counted(values: Any) -> str:
@@ -249,7 +249,7 @@ def _text(value: Any) -> str:
 
 
 def _call(function: str, case: Mapping[str, Any]) -> dict[str, Any]:
-    inputs, expected = case["input"], case["output"]
+    inputs, output = case["input"], case["output"]
     arguments: Sequence[Any] = []
     keywords: Mapping[str, Any] = {}
     if isinstance(inputs, Mapping):
@@ -264,9 +264,9 @@ def _call(function: str, case: Mapping[str, Any]) -> dict[str, Any]:
         "function": function,
         "arguments": [*arguments],
         "keywords": dict(keywords),
-        "expected": _value(expected)
-        if isinstance(expected, str) and isinstance(inputs, str)
-        else expected,
+        "expected": _value(output)
+        if isinstance(output, str) and isinstance(inputs, str)
+        else output,
     }
 
 
@@ -299,9 +299,9 @@ def _python_name(name: re.Match[str]) -> str:
 
 def _value(text: str) -> Any:
     readers: tuple[Callable[[str], Any], ...] = (json.loads, ast.literal_eval)
-    for read in readers:
+    for reader in readers:
         try:
-            return read(text.strip())
+            return reader(text.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
     return text

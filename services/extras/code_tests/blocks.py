@@ -76,8 +76,10 @@ def _chosen(candidates: Sequence[str]) -> str:
     for number in reversed(range(len(programs))):
         program = programs[number]
         tree = ast.parse(program)
-        missing = free_names(program)
-        earlier = [text for text in programs[:number] if missing & _definitions(ast.parse(text))]
+        missing_names = free_names(program)
+        earlier = [
+            text for text in programs[:number] if missing_names & _definitions(ast.parse(text))
+        ]
         if not earlier and not (number and _imports_solution(tree)):
             return program
         if any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in tree.body):

@@ -72,7 +72,7 @@ def _verdicts(
             "stops_at_failure": not is_partial,
         }
         total = replace(limits, seconds=limits.seconds * len(rest) + _START_S)
-        verdicts = run_judged([*tests.given, program], request, total)
+        verdicts = run_judged([*tests.preamble, program], request, total)
         for verdict in verdicts:
             if "unjudged" in verdict:
                 raise ValueError(

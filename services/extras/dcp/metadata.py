@@ -276,7 +276,7 @@ def _values(record: Any, name: str) -> dict[str, Any]:
     return values
 
 
-def _typed(value: Any, expected: type) -> Any:
-    if type(value) is not expected:
-        raise TypeError(f"it holds {type(value).__name__} in place of {expected.__name__}")
+def _typed(value: Any, expected_type: type) -> Any:
+    if type(value) is not expected_type:
+        raise TypeError(f"it holds {type(value).__name__} in place of {expected_type.__name__}")
     return value

@@ -127,8 +127,8 @@ def _messages(value: object, source: str) -> tuple[Message, ...]:
             or not (isinstance(message.get("content"), str) or _is_list(message.get("content")))
         ):
             roles = ", ".join(sorted(_ROLES))
-            expected = f"a role ({roles}), and text or a list of parts as content"
-            raise _wrong(source, "a message", expected, message)
+            form = f"a role ({roles}), and text or a list of parts as content"
+            raise _wrong(source, "a message", form, message)
     return tuple(value)
 
 
@@ -136,5 +136,5 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _wrong(source: str, name: str, expected: str, came: object) -> CallError:
-    return CallError("invalid_value", f"{source}: {name} must be {expected}, got {came!r:.200}")
+def _wrong(source: str, name: str, form: str, came: object) -> CallError:
+    return CallError("invalid_value", f"{source}: {name} must be {form}, got {came!r:.200}")

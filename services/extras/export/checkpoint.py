@@ -155,11 +155,12 @@ def _classifier(
         config
     )
     weights = {**trained.state_dict(), "score.weight": head}
-    missing, _ = model.load_state_dict(weights, strict=False)
-    if missing:
+    missing_weights, _ = model.load_state_dict(weights, strict=False)
+    if missing_weights:
         raise ValueError(
-            f"the sequence classifier of model_type {config.model_type!r} has {', '.join(missing[:4])}, "
-            "which the trained model lacks; train a reward model of another family"
+            f"the sequence classifier of model_type {config.model_type!r} has "
+            f"{', '.join(missing_weights[:4])}, which the trained model lacks; train a reward "
+            "model of another family"
         )
     return model
 

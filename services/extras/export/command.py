@@ -100,18 +100,20 @@ def _best(run: RunView) -> int:
 
 async def _checkpoint(api: Api, run_id: str, checkpoint_id: str, *, step: int | None) -> str:
     checkpoints = (await api.call(ListCheckpoints(run_id=run_id))).items
-    ready = [item for item in checkpoints if item.state == "READY"]
-    ready_checkpoints = [
-        item for item in ready if checkpoint_id in ("", item.id) and step in (None, item.step)
+    ready_checkpoints = [item for item in checkpoints if item.state == "READY"]
+    matching = [
+        item
+        for item in ready_checkpoints
+        if checkpoint_id in ("", item.id) and step in (None, item.step)
     ]
-    if not ready_checkpoints:
-        ids = ", ".join(item.id for item in ready) or "none"
+    if not matching:
+        ids = ", ".join(item.id for item in ready_checkpoints) or "none"
         raise ApiError(
             f"{run_id} has no ready checkpoint {checkpoint_id}; its ready checkpoints are {ids}"
             if checkpoint_id
             else f"{run_id} has no checkpoint; 'slipstream checkpoint' saves one if the run is active"
         )
-    return str(ready_checkpoints[0].path)
+    return str(matching[0].path)
 
 
 def _write(checkpoint: Path, spec: RunSpec, folder: Path, *, format_: str) -> None:

@@ -187,8 +187,8 @@ def _differs(piece: Piece, sources: Mapping[str, Tensor], targets: Mapping[str, 
     """Returns True as a ``[]`` bool on the parameter's device if a part of it is not that of its source."""
     parameter = targets[piece.target].narrow(piece.dim, piece.target_start, piece.length)
     source = sources[piece.source].narrow(piece.dim, piece.start, piece.length)
-    expected = source.to(device=parameter.device, dtype=parameter.dtype)
-    return torch.ne(*_bits(parameter, expected)).any()
+    copied_source = source.to(device=parameter.device, dtype=parameter.dtype)
+    return torch.ne(*_bits(parameter, copied_source)).any()
 
 
 def _bits(*tensors: Tensor) -> tuple[Tensor, ...]:

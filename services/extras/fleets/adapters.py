@@ -265,14 +265,14 @@ class SharedServer:
         self._num_adapters += 1
         name = f"{session.run}:{staged.version}:{secrets.token_hex(8)}"
         adapter = Adapter(name, self._num_adapters, staged.version, staged.digest())
-        expected = await asyncio.to_thread(_tensors_digest, staged)
+        staged_digest = await asyncio.to_thread(_tensors_digest, staged)
         loaded = await self._engine.load(adapter.lora_id, name, staged.description())
-        if {*loaded} != {expected}:
+        if {*loaded} != {staged_digest}:
             await self._engine.remove(adapter.lora_id, name)
             raise RefusedError(
                 422,
                 f"the engine holds another adapter than version {staged.version}: its digests are "
-                f"{sorted(digest[:12] for digest in loaded)}, expected {expected[:12]}",
+                f"{sorted(digest[:12] for digest in loaded)}, expected {staged_digest[:12]}",
             )
         return adapter
 

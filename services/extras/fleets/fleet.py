@@ -531,10 +531,10 @@ class Fleet:
             scoring.cancel()
 
     def _contradiction(
-        self, server: FleetServer, scored: Sequence[float], expected: Sequence[float]
+        self, server: FleetServer, scored: Sequence[float], logprobs: Sequence[float]
     ) -> str:
         """Returns how the logprobs of the canary differ; empty if they agree."""
-        distance = difference(scored, expected)
+        distance = difference(scored, logprobs)
         if distance <= self._tolerance:
             return ""
         return (

@@ -282,11 +282,11 @@ class SglangServer(FleetServer):
         layout = tuple(
             str(self._engine.get(key)) for key in ("version", "device", "tp_size", "ep_size")
         )
-        address, expected = weights.checksums.setdefault(layout, (self.address, checksum))
-        if checksum != expected:
+        address, first_checksum = weights.checksums.setdefault(layout, (self.address, checksum))
+        if checksum != first_checksum:
             raise ServerRefusedError(
                 f"{self.address} holds other weights than {address} after loading version "
-                f"{weights.version}: their checksums are {checksum:.12} and {expected:.12}"
+                f"{weights.version}: their checksums are {checksum:.12} and {first_checksum:.12}"
             )
 
     async def _flush(self) -> None:

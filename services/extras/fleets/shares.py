@@ -49,7 +49,7 @@ class Ticket:
     num_sampled: int = 0
     is_yielding: bool = False
     """True if it was asked to end, so that another run gets its slot."""
-    expected: float = 0.0
+    expected_tokens: float = 0.0
     """Tokens of the response that the account was charged with at admission."""
     admitted: asyncio.Future[None] | None = None
     yield_slot: Callable[[], None] = lambda: None
@@ -62,12 +62,12 @@ class Ticket:
     @property
     def unsampled(self) -> float:
         """Tokens that were charged and are not sampled."""
-        return max(self.expected - self.num_sampled, 0.0)
+        return max(self.expected_tokens - self.num_sampled, 0.0)
 
     @property
     def tokens(self) -> float:
         """Tokens that the request holds in the cache, or is expected to hold."""
-        return self.context_tokens + max(self.expected, self.num_sampled)
+        return self.context_tokens + max(self.expected_tokens, self.num_sampled)
 
 
 @dataclass(slots=True)
@@ -171,7 +171,7 @@ class TokenShares:
         if len(account.waiting) >= MAX_WAITING:
             raise QueueFullError(f"{MAX_WAITING} requests of run {ticket.run!r} wait already")
         if not account.is_active:
-            active = [each.served for each in self._accounts.values() if each.is_active]
+            active = [account.served for account in self._accounts.values() if account.is_active]
             account.charged = max(account.charged, min(active, default=self._floor))
         if ticket.is_urgent:
             account.waiting.appendleft(ticket)
@@ -186,11 +186,11 @@ class TokenShares:
         if account is None or ticket not in account.running:
             return
         account.num_tokens += number
-        if ticket.num_sampled > ticket.expected:
+        if ticket.num_sampled > ticket.expected_tokens:
             # A response that is longer than expected is expected to become twice as long as it is.
             longer = max(min(2 * ticket.num_sampled, ticket.max_tokens), ticket.num_sampled)
-            account.charged += (longer - ticket.expected) / account.weight
-            ticket.expected = longer
+            account.charged += (longer - ticket.expected_tokens) / account.weight
+            ticket.expected_tokens = longer
             self._preempt()
 
     def end(self, ticket: Ticket) -> None:
@@ -213,14 +213,14 @@ class TokenShares:
         """Admits requests while the engine has slots; otherwise asks requests to yield."""
         while (account := self._next()) is not None:
             ticket = account.waiting[0]
-            ticket.expected = self._expected(account, ticket)
+            ticket.expected_tokens = self._expected(account, ticket)
             if not self._has_room(ticket):
                 break
             account.waiting.popleft()
             if ticket.admitted is not None and ticket.admitted.done():
                 continue  # its caller was cancelled
             self._floor = max(self._floor, account.served)
-            cost = ticket.expected + CONTEXT_COST * ticket.context_tokens
+            cost = ticket.expected_tokens + CONTEXT_COST * ticket.context_tokens
             account.charged += cost / account.weight
             account.num_requests += 1
             account.num_context_tokens += ticket.context_tokens
@@ -255,8 +255,8 @@ class TokenShares:
         pending = sum(account.num_yielding for account in active)
         for account in active:
             fair = math.ceil(self._slots * account.weight / weights)
-            wanted = min(len(account.waiting), fair - len(account.running))
-            for _ in range(wanted):
+            num_tickets = min(len(account.waiting), fair - len(account.running))
+            for _ in range(num_tickets):
                 if pending > 0:
                     pending -= 1
                 elif not self._ask_to_yield(account, active, weights):
@@ -271,12 +271,13 @@ class TokenShares:
         first = account.waiting[0]
         cost = self._expected(account, first) + CONTEXT_COST * first.context_tokens
         above = [
-            other
-            for other in active
-            if len(other.running) - other.num_yielding > self._slots * other.weight / weights
-            and any(ticket.can_yield for ticket in other.running)
+            candidate
+            for candidate in active
+            if len(candidate.running) - candidate.num_yielding
+            > self._slots * candidate.weight / weights
+            and any(ticket.can_yield for ticket in candidate.running)
         ]
-        ahead = max(above, key=lambda other: other.charged, default=None)
+        ahead = max(above, key=lambda candidate: candidate.charged, default=None)
         if ahead is None:
             return False
         youngest = min(

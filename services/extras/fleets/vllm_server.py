@@ -132,7 +132,7 @@ class VllmServer(FleetServer):
     def problems(self, config: EngineConfig) -> Iterator[str]:
         engine = self._engine
         text = config.config.get_text_config()
-        expected = {
+        settings = {
             "vocab_size": int(text.vocab_size),
             "num_hidden_layers": int(text.num_hidden_layers),
             "hidden_size": int(text.hidden_size),
@@ -145,7 +145,7 @@ class VllmServer(FleetServer):
             "data_parallel_size": (1, "one server for each replica"),
             "api_processes": (1, "--api-server-count 1"),
         }
-        for name, value in expected.items():
+        for name, value in settings.items():
             if engine.get(name) != value:
                 yield f"{name} is {engine.get(name)!r}, but the run needs {value!r}"
         for name, (value, fix) in fixes.items():

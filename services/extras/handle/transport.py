@@ -179,12 +179,12 @@ def _accepted(met: _MemberBuffer, count: int, timeout_s: float) -> list[socket.s
         selector.register(met.line, selectors.EVENT_READ)
         try:
             while len(lines) < count:
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready and time.monotonic() >= deadline:
+                events = selector.select(max(0.0, deadline - time.monotonic()))
+                if not events and time.monotonic() >= deadline:
                     raise TimeoutError(
                         f"{len(lines)} of {count} receivers connected within {timeout_s:.0f} s"
                     )
-                for key, _ in ready:
+                for key, _ in events:
                     peer = key.fileobj
                     assert isinstance(peer, socket.socket)
                     if peer is met.line:

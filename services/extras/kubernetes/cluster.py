@@ -114,9 +114,9 @@ class PodLogs:
 
     def _append(self, name: str, container: str, file: Path) -> None:
         """Appends new log lines to the file; after a reconnection, up to a second of lines may repeat."""
-        missed: dict[str, Any] = {}
+        window: dict[str, Any] = {}
         if file.exists():
-            missed = {"since_seconds": max(int(time.time() - file.stat().st_mtime) + 1, 1)}
+            window = {"since_seconds": max(int(time.time() - file.stat().st_mtime) + 1, 1)}
         answer: Any = self._core.read_namespaced_pod_log(
             name,
             self._namespace,
@@ -124,7 +124,7 @@ class PodLogs:
             follow=True,
             _preload_content=False,
             _request_timeout=(_CONNECT_S, _SILENCE_S),
-            **missed,
+            **window,
         )
         with file.open("ab") as output:
             for data in answer.stream():

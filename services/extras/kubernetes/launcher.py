@@ -354,14 +354,14 @@ class KubernetesLauncher(LauncherDefaults):
         """Assigns the missing pods to slots of the group that a queue admitted, or to other groups."""
         pods, names = self._runs[run_id], {body["metadata"]["name"] for body in bodies}
         members = [pod for pod in pods.values() if pod.group_size and not pod.is_extra]
-        missing = [body for body in bodies if body["metadata"]["name"] not in pods]
+        missing_pods = [body for body in bodies if body["metadata"]["name"] not in pods]
         if not members:
             # Rollouts that have not joined the run must not occupy the quota that the group needs.
             for name in [name for name, pod in pods.items() if pod.is_extra and name not in names]:
                 await self._remove(run_id, name)
         sizes = (pod.group_size for pod in members)
-        size = max(sizes, default=self._group_sizes.get(run_id, len(missing)))
-        size = gang.join_kueue_slots(missing, size=size, num_members=len(members))
+        size = max(sizes, default=self._group_sizes.get(run_id, len(missing_pods)))
+        size = gang.join_kueue_slots(missing_pods, size=size, num_members=len(members))
         if size:
             self._group_sizes[run_id] = size
 

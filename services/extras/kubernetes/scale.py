@@ -71,10 +71,10 @@ class RolloutScales:
                 "cannot delete the RolloutScale", extra={"run": run_id, "error": str(error)}
             )
 
-    async def watch(self, seen: "asyncio.Queue[Seen]") -> None:
+    async def watch(self, changes: "asyncio.Queue[Seen]") -> None:
         """Processes requested numbers until cancelled."""
         while True:
-            body = (await seen.get()).body
+            body = (await changes.get()).body
             if body is not None:
                 await self._process_change(body)
 

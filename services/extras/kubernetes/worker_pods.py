@@ -90,8 +90,8 @@ class WorkerTemplates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Worker that a pod serves, and the node of that worker."""
+class _WorkerPod:
+    """Pod of a worker on one of its nodes."""
 
     role: str
     worker_id: str
@@ -320,10 +320,10 @@ def build_pods(
         raise FailedPreconditionError("\n".join(problems_of_pods))
     ports = _node_ports(run_id, spec, ports_in_use) if templates.is_on_node_network else _POD_PORTS
     pods = []
-    for place in _places(templates, spec):
-        pod = copy.deepcopy(templates.pods[place.kind.program])
+    for worker in _worker_pods(templates, spec):
+        pod = copy.deepcopy(templates.pods[worker.kind.program])
         metadata = pod["metadata"]
-        metadata["name"] = place.pod_name(run_id)
+        metadata["name"] = worker.pod_name(run_id)
         metadata["labels"] |= {
             RUN_LABEL: run_id,
             "slipstream.dev/run-name": spec.name,
@@ -332,24 +332,24 @@ def build_pods(
         metadata["ownerReferences"] = [dict(owner)]
         pod["spec"]["hostname"] = metadata["name"]
         (container,) = pod["spec"]["containers"]
-        container["name"] = place.worker_id
-        _name_worker(container, place, run_id, controller_address)
+        container["name"] = worker.worker_id
+        _name_worker(container, worker, run_id, controller_address)
         _add_certificate(pod, run_id)
-        _add_ports(pod, place, ports)
-        num_gpus = place.kind.num_gpus(spec) // place.nodes
-        _complete_pod(pod, place, spec, templates.overrides, gpus=num_gpus)
-        if spec.is_colocated(place.worker_id):
-            join_trainer_pod(container, place.worker_id, spec, ready_file=_ready_file("trainer-0"))
+        _add_ports(pod, worker, ports)
+        num_gpus = worker.kind.num_gpus(spec) // worker.nodes
+        _complete_pod(pod, worker, spec, templates.overrides, gpus=num_gpus)
+        if spec.is_colocated(worker.worker_id):
+            join_trainer_pod(container, worker.worker_id, spec, ready_file=_ready_file("trainer-0"))
         else:
             _ask_for_gpus(pod, num_gpus)
-        first, rank = place.first_name(run_id), str(place.node)
-        if templates.job_set is not None and place.nodes > 1:
-            job_set.join_job_set(pod, name=first, node=place.node)
+        first, rank = worker.first_name(run_id), str(worker.node)
+        if templates.job_set is not None and worker.nodes > 1:
+            job_set.join_job_set(pod, name=first, node=worker.node)
             first, rank = job_set.hostname(templates.job_set, first, 0), job_set.NODE_RANK
-        if place.ranks > 1:
+        if worker.ranks > 1:
             address = f"{first}.{pod['spec']['subdomain']}"
-            meeting = ports.meeting_of(place.index)
-            container["command"] = _torchrun(place, node_rank=rank, address=address, port=meeting)
+            meeting = ports.meeting_of(worker.index)
+            container["command"] = _torchrun(worker, node_rank=rank, address=address, port=meeting)
         pods.append(pod)
     if templates.topology == "bundled":
         pods = [_together(f"{run_id.replace('_', '-')}-bundle", pods)]
@@ -364,20 +364,20 @@ def build_pods(
 
 
 def _complete_pod(
-    pod: Pod, place: _Place, spec: RunSpec, overrides: Overrides, *, gpus: int
+    pod: Pod, worker: _WorkerPod, spec: RunSpec, overrides: Overrides, *, gpus: int
 ) -> None:
     """Sets resources other than GPUs, and adds what the administrator and the run want in the pod."""
-    _add_part_of(pod, place.role)
-    size_pod(pod, role=place.role, gpus=gpus)
-    if (settings := spec.pods.get(place.role)) is not None:
+    _add_part_of(pod, worker.role)
+    size_pod(pod, role=worker.role, gpus=gpus)
+    if (settings := spec.pods.get(worker.role)) is not None:
         choose_pod(pod, settings, overrides)
     counted_class = pod["metadata"]["annotations"].get(_COUNTED_ANNOTATION)
     priority = pod["spec"].get("priorityClassName")
     if counted_class is not None and priority != counted_class:
         raise FailedPreconditionError(
-            f"the pods of {place.role} have the priority class {priority}, but the quota of the project "
-            f"counts those of {counted_class}; remove pods.{place.role}.priority_class, or the template of "
-            f"pods.{place.role}.templates or workers.kinds.{place.role}.pod that sets priorityClassName"
+            f"the pods of {worker.role} have the priority class {priority}, but the quota of the project "
+            f"counts those of {counted_class}; remove pods.{worker.role}.priority_class, or the template of "
+            f"pods.{worker.role}.templates or workers.kinds.{worker.role}.pod that sets priorityClassName"
         )
 
 
@@ -388,29 +388,29 @@ def _add_part_of(pod: Pod, role: str) -> None:
     add_part(pod, template, where=f"workers.kinds.{role}.pod")
 
 
-def _places(templates: WorkerTemplates, spec: RunSpec) -> Iterator[_Place]:
+def _worker_pods(templates: WorkerTemplates, spec: RunSpec) -> Iterator[_WorkerPod]:
     for index, (role, worker_id) in enumerate(worker_names(spec)):
         ranks = WORKERS[role].ranks(spec)
         nodes = 1 if templates.topology == "bundled" else nodes_of(ranks, spec)
         assert nodes is not None
         for node in range(nodes):
-            yield _Place(
+            yield _WorkerPod(
                 role=role, worker_id=worker_id, index=index, ranks=ranks, node=node, nodes=nodes
             )
 
 
-def _torchrun(place: _Place, *, node_rank: str, address: str, port: int) -> list[str]:
+def _torchrun(worker: _WorkerPod, *, node_rank: str, address: str, port: int) -> list[str]:
     """Returns the command of a worker of several ranks; several nodes rendezvous at the first one."""
     where = ["--standalone"]
-    if place.nodes > 1:
+    if worker.nodes > 1:
         where = [
-            f"--nnodes={place.nodes}",
+            f"--nnodes={worker.nodes}",
             f"--node-rank={node_rank}",
             f"--master-addr={address}",
             f"--master-port={port}",
         ]
-    processes = f"--nproc-per-node={place.ranks // place.nodes}"
-    return ["torchrun", *where, processes, "-m", place.kind.module]
+    processes = f"--nproc-per-node={worker.ranks // worker.nodes}"
+    return ["torchrun", *where, processes, "-m", worker.kind.module]
 
 
 def _ask_for_gpus(pod: Pod, count: int) -> None:
@@ -428,13 +428,13 @@ def _ask_for_gpus(pod: Pod, count: int) -> None:
             container["resources"].setdefault(kind_of_amount, {})[kind] = str(count)
 
 
-def _name_worker(container: Pod, place: _Place, run_id: str, controller_address: str) -> None:
-    prefix = place.kind.settings_prefix
+def _name_worker(container: Pod, worker: _WorkerPod, run_id: str, controller_address: str) -> None:
+    prefix = worker.kind.settings_prefix
     values = {
         "CONTROLLER_ADDRESS": controller_address,
         "RUN_ID": run_id,
-        "WORKER_ID": place.worker_id,
-        "ROLE": place.role,
+        "WORKER_ID": worker.worker_id,
+        "ROLE": worker.role,
         "STATE_DIRECTORY": f"{RUNS_FOLDER}/{run_id}",
     }
     container["env"] += [
@@ -452,25 +452,25 @@ def _add_certificate(pod: Pod, run_id: str) -> None:
             volume["secret"] |= {"secretName": secret_name(run_id), "items": items}
 
 
-def _add_ports(pod: Pod, place: _Place, ports: _Ports) -> None:
+def _add_ports(pod: Pod, worker: _WorkerPod, ports: _Ports) -> None:
     """Adds ports, which differ between a run's workers because they may share one network.
 
     Only the first rank serves them. A worker is ready after it has loaded, when it writes its ready
     file.
     """
     (container,) = pod["spec"]["containers"]
-    prefix = place.kind.settings_prefix
-    grpc, metrics = ports.grpc + place.index, ports.metrics + place.index
+    prefix = worker.kind.settings_prefix
+    grpc, metrics = ports.grpc + worker.index, ports.metrics + worker.index
     if pod["spec"].get("hostNetwork"):
-        numbers = (grpc, metrics, ports.meeting_of(place.index))
+        numbers = (grpc, metrics, ports.meeting_of(worker.index))
         pod["metadata"]["annotations"][_PORTS_ANNOTATION] = ",".join(map(str, numbers))
-    ready_file = _ready_file(place.worker_id)
+    ready_file = _ready_file(worker.worker_id)
     container["env"] += [
         {"name": f"{prefix}BIND", "value": f"$(POD_IP):{grpc}"},
         {"name": f"{prefix}METRICS_PORT", "value": str(metrics)},
         {"name": f"{prefix}READY_FILE", "value": ready_file},
     ]
-    if place.node == 0:
+    if worker.node == 0:
         container["ports"] = [
             {"name": "grpc", "containerPort": grpc, "protocol": "TCP"},
             {"name": "metrics", "containerPort": metrics, "protocol": "TCP"},

@@ -118,16 +118,16 @@ class ObjectCheckpoints:
         checkpoints = stored_checkpoints(patience(self._store.list))
         steps = sorted((s for s, c in checkpoints.items() if c.is_published), reverse=True)
         manifests_read = [self._manifest(checkpoints[step], patience) for step in steps]
-        stored = [manifest for manifest in manifests_read if manifest is not None]
-        if not stored:
+        stored_manifests = [manifest for manifest in manifests_read if manifest is not None]
+        if not stored_manifests:
             return
-        self._stored_step = stored[0].step
+        self._stored_step = stored_manifests[0].step
         if manifests_read[0] is not None:
-            self._delete_overtaken(root, stored)
-            if before is None and _is_ahead(root, stored):
+            self._delete_overtaken(root, stored_manifests)
+            if before is None and _is_ahead(root, stored_manifests):
                 return
         whole = _newest_whole(root, before)
-        for manifest in stored:
+        for manifest in stored_manifests:
             if before is not None and manifest.step >= before:
                 continue
             if whole >= manifest.step:
@@ -146,7 +146,7 @@ class ObjectCheckpoints:
             logger.error("stored checkpoint refused", extra={"reason": str(error)})  # noqa: TRY400
             return None
 
-    def _delete_overtaken(self, root: Path, stored: list[StoredManifest]) -> None:
+    def _delete_overtaken(self, root: Path, stored_manifests: list[StoredManifest]) -> None:
         """Deletes checkpoints of this folder that another process has overtaken.
 
         If the newest upload in the store neither is in this folder nor was the last one of this folder, a
@@ -154,15 +154,15 @@ class ObjectCheckpoints:
         the run has left.
         """
         uploads = {step: _upload_of(folder) for step, folder in _local(root, None).items()}
-        newest = stored[0].upload
+        newest = stored_manifests[0].upload
         if newest == _recorded(root) or newest in uploads.values():
             return
-        upload_names = {manifest.upload for manifest in stored}
+        upload_names = {manifest.upload for manifest in stored_manifests}
         for step, folder in _local(root, None).items():
             if uploads[step] not in upload_names:
                 logger.warning(
                     "checkpoint deleted, because the run continued elsewhere",
-                    extra={"folder": str(folder), "stored_step": stored[0].step},
+                    extra={"folder": str(folder), "stored_step": stored_manifests[0].step},
                 )
                 manifests.delete(folder)
 
@@ -253,7 +253,7 @@ class ObjectCheckpoints:
 
     def _delete(self, name: str) -> None:
         self._store.delete([f"{name}/{manifests.MANIFEST}"])
-        self._store.delete([stored.name for stored in self._store.list(name)])
+        self._store.delete([entry.name for entry in self._store.list(name)])
 
     def _work(self) -> None:
         while True:
@@ -294,9 +294,9 @@ class ObjectCheckpoints:
         is_new = upload.keep is not None
         if is_new or not self._is_stored(name, manifest):
             rank_files = {f: n for f, n in manifest.sizes.items() if self._owner(f) == 0}
-            missing = rank_files if is_new else self._missing(name, manifest, rank_files)
-            self._count(sum(rank_files.values()) - sum(missing.values()))
-            self._upload_files(upload, manifest, missing)
+            missing_files = rank_files if is_new else self._missing(name, manifest, rank_files)
+            self._count(sum(rank_files.values()) - sum(missing_files.values()))
+            self._upload_files(upload, manifest, missing_files)
             if len(rank_files) < len(manifest.sizes):
                 self._wait_for_peers(upload, manifest)
             self._records.upload(upload.folder.parent, upload.step)
@@ -343,7 +343,7 @@ class ObjectCheckpoints:
         """Returns the sizes of an upload's objects, by the file's name."""
         prefix = f"{name}/{manifest.upload}"
         objects: list[StoredObject] = self._request(lambda: self._store.list(prefix))
-        return {stored.name.removeprefix(f"{prefix}/"): stored.num_bytes for stored in objects}
+        return {entry.name.removeprefix(f"{prefix}/"): entry.num_bytes for entry in objects}
 
     def _missing(
         self, name: str, manifest: StoredManifest, files: Mapping[str, int]
@@ -393,13 +393,13 @@ class ObjectCheckpoints:
         """Waits until all files are in the store; uploads those whose ranks stopped uploading."""
         name = upload.folder.name
         files, since = manifest.sizes, time.monotonic()
-        missing = self._missing(name, manifest, files)
-        while missing:
+        missing_files = self._missing(name, manifest, files)
+        while missing_files:
             if self._world_size == 1 or time.monotonic() - since > _PEERS_S:
-                self._upload_files(upload, manifest, missing)
+                self._upload_files(upload, manifest, missing_files)
             self._patience.pause(_LOOK_S)
-            before, missing = missing, self._missing(name, manifest, files)
-            if len(missing) < len(before):
+            before, missing_files = missing_files, self._missing(name, manifest, files)
+            if len(missing_files) < len(before):
                 since = time.monotonic()
 
     def _wait_published(self, folder: Path) -> None:
@@ -426,13 +426,13 @@ class ObjectCheckpoints:
             name = checkpoints[step].name
             self._store.delete([f"{name}/{manifests.MANIFEST}"])
             self._store.delete([o.name for o in objects if o.name.startswith(f"{name}/")])
-        newest = max((stored.modified for stored in objects), default=None)
+        newest = max((entry.modified for entry in objects), default=None)
         pending = self.pending_steps()
         for step, checkpoint in checkpoints.items():
             if step in outdated - self._keep_steps or (step in pending and step != upload.step):
                 continue
             old_uploads = {
-                name: [stored.name for stored in remains]
+                name: [entry.name for entry in remains]
                 for name, remains in checkpoint.uploads.items()
                 if newest and all(newest - o.modified > _REMAINS_AFTER for o in remains)
             }
@@ -482,15 +482,15 @@ def _is_newest_whole(root: Path, before: int) -> bool:
     return bool(folders) and _newest_whole(root, before) == max(folders)
 
 
-def _is_ahead(root: Path, stored: Sequence[StoredManifest]) -> bool:
+def _is_ahead(root: Path, stored_manifests: Sequence[StoredManifest]) -> bool:
     """Returns True if this folder has gone on from the newest upload, even to an earlier step.
 
     A run that went back deletes later checkpoints on disk when it saves, and in the store once that is
     uploaded.
     """
     uploads = {_upload_of(folder) for folder in _local(root, None).values()}
-    newest = stored[0].upload
-    has_more = bool(uploads - {manifest.upload for manifest in stored})
+    newest = stored_manifests[0].upload
+    has_more = bool(uploads - {manifest.upload for manifest in stored_manifests})
     return newest == _recorded(root) and newest not in uploads and has_more
 
 
@@ -503,9 +503,9 @@ def _upload_of(folder: Path) -> str:
 
 def _record(root: Path, manifest: StoredManifest) -> None:
     """Remembers the newest upload that the checkpoints of a folder continue from."""
-    written = root / f"{_RECORD}.new"
-    written.write_text(json.dumps({"step": manifest.step, "upload": manifest.upload}))
-    written.rename(root / _RECORD)
+    new_record = root / f"{_RECORD}.new"
+    new_record.write_text(json.dumps({"step": manifest.step, "upload": manifest.upload}))
+    new_record.rename(root / _RECORD)
 
 
 def _recorded(root: Path) -> str:

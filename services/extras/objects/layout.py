@@ -126,10 +126,10 @@ def download_checkpoint(
         all_objects = patience(lambda: store.list(prefix))
         objects = {o: o.name.removeprefix(f"{prefix}/") for o in all_objects}
         sizes = {path: o.num_bytes for o, path in objects.items()}
-        missing = [path for path, size in manifest.sizes.items() if sizes.get(path) != size]
-        if missing:
+        missing_files = [path for path, size in manifest.sizes.items() if sizes.get(path) != size]
+        if missing_files:
             raise DataLossError(
-                f"checkpoint {where}: {', '.join(missing[:3])} is missing or has another size",
+                f"checkpoint {where}: {', '.join(missing_files[:3])} is missing or has another size",
                 url=where,
             )
         needed_objects = {o: folder / path for o, path in objects.items() if path in manifest.sizes}

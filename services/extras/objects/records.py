@@ -89,10 +89,10 @@ class RecordUploads:
             return
         # Listed again each time: who deletes the last checkpoint deletes the record's objects, too.
         present = self._request(lambda: self._store.list(f"{FOLDER}/files"))
-        sizes = {stored.name: stored.num_bytes for stored in present}
-        missing = {n: f for n, f in local.items() if sizes.get(f.object) != f.size}
-        self._on_total(sum(file.size for file in missing.values()))
-        for name, file in missing.items():
+        sizes = {entry.name: entry.num_bytes for entry in present}
+        missing_files = {n: f for n, f in local.items() if sizes.get(f.object) != f.size}
+        self._on_total(sum(file.size for file in missing_files.values()))
+        for name, file in missing_files.items():
             self._upload_file(folder / name, file)
         index = {**_until(_earlier(folder), step), **local}
         content = json.dumps({name: asdict(file) for name, file in index.items()}).encode()
@@ -169,14 +169,14 @@ def record_objects(
         DataLossError: If its index is damaged, or names an object that is missing or has another size.
     """
     index = _index_of(store, patience)
-    stored = {o.name: o for o in patience(lambda: store.list(f"{FOLDER}/files"))}
+    entries = {o.name: o for o in patience(lambda: store.list(f"{FOLDER}/files"))}
     for file in index.values():
-        if file.object not in stored or stored[file.object].num_bytes != file.size:
+        if file.object not in entries or entries[file.object].num_bytes != file.size:
             raise DataLossError(
                 f"{store.url}/{file.object} of the record is missing or has another size",
                 url=store.url,
             )
-    objects = {stored[file.object]: name for name, file in index.items()}
+    objects = {entries[file.object]: name for name, file in index.items()}
     return objects, xxhash.xxh3_64_hexdigest(json.dumps([o.name for o in objects]).encode())
 
 
@@ -212,7 +212,7 @@ def _index_of(store: ObjectFolder, patience: Patience, *, at_least: int | None =
         NotFoundError: If there is none.
         DataLossError: If it is damaged.
     """
-    names = (stored.name for stored in patience(lambda: store.list(FOLDER)))
+    names = (entry.name for entry in patience(lambda: store.list(FOLDER)))
     steps = sorted(int(m["step"]) for n in names if (m := _INDEX.fullmatch(n)) is not None)
     if not steps:
         raise NotFoundError(

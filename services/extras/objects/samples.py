@@ -229,7 +229,7 @@ class ObjectSamples:
         if batch is None:
             return False
         content = gzip.compress(b"".join(batch.lines), _LEVEL)
-        number = max((stored.number for stored in self._objects), default=0) + 1
+        number = max((entry.number for entry in self._objects), default=0) + 1
         name = f"{number:08d}-step-{batch.step:08d}.jsonl.gz"
         self._request(lambda: self._store.write(name, content))
         self._objects.append(_Stored(name, number, batch.step, len(content)))
@@ -243,16 +243,16 @@ class ObjectSamples:
 
     def _delete_oldest(self) -> None:
         """Deletes the oldest objects beyond the limits, never the newest one."""
-        oldest_step = max(stored.step for stored in self._objects) - self._limits["max_steps"]
-        surplus = sum(stored.num_bytes for stored in self._objects) - self._limits["max_bytes"]
+        oldest_step = max(entry.step for entry in self._objects) - self._limits["max_steps"]
+        surplus = sum(entry.num_bytes for entry in self._objects) - self._limits["max_bytes"]
         outdated = []
-        for stored in self._objects[:-1]:
-            is_old = self._limits["max_steps"] > 0 and stored.step <= oldest_step
+        for entry in self._objects[:-1]:
+            is_old = self._limits["max_steps"] > 0 and entry.step <= oldest_step
             if not is_old and surplus <= 0:
                 break
-            outdated.append(stored)
-            surplus -= stored.num_bytes
-        self._request(lambda: self._store.delete([stored.name for stored in outdated]))
+            outdated.append(entry)
+            surplus -= entry.num_bytes
+        self._request(lambda: self._store.delete([entry.name for entry in outdated]))
         self._objects = self._objects[len(outdated) :]
 
     def _request(self, request: Callable[[], _Result]) -> _Result:
@@ -279,19 +279,19 @@ class ObjectSamples:
 
     def restore(self, path: Path) -> None:
         if not self._listed():
-            folders = {stored.name.split("/")[0] for stored in self._store.list()}
+            folders = {entry.name.split("/")[0] for entry in self._store.list()}
             listed = f"; it has {', '.join(sorted(folders)[:_LISTED])}" if folders else ""
             raise NotFoundError(f"no samples of a run in {self._store.url}{listed}")
         self._download(path)
 
     def _download(self, path: Path) -> None:
         store = SampleStore(path)
-        for stored in self._listed():
+        for entry in self._listed():
             try:
-                store.write(_parsed(self._store, stored.name), **_UNBOUNDED)
+                store.write(_parsed(self._store, entry.name), **_UNBOUNDED)
             except (NotFoundError, DataLossError, *_WRONG_RECORDS) as error:
                 # It was deleted meanwhile, or is damaged.
-                reason = f"{self._store.url}/{stored.name}: {error!r}"
+                reason = f"{self._store.url}/{entry.name}: {error!r}"
                 logger.error("stored samples refused", extra={"reason": reason})  # noqa: TRY400
 
     def delete(self) -> None:
@@ -301,7 +301,7 @@ class ObjectSamples:
             thread = self._thread
         if thread is not None:
             thread.join(_DELETE_S)
-        self._store.delete([stored.name for stored in self._listed()])
+        self._store.delete([entry.name for entry in self._listed()])
 
     def _listed(self) -> list[_Stored]:
         """Returns the objects with samples, the oldest first."""
@@ -310,7 +310,7 @@ class ObjectSamples:
             if (matched := _OBJECT.fullmatch(stored.name)) is not None:
                 number, step = int(matched["number"]), int(matched["step"])
                 objects.append(_Stored(stored.name, number, step, stored.num_bytes))
-        return sorted(objects, key=lambda stored: stored.number)
+        return sorted(objects, key=lambda entry: entry.number)
 
 
 def _next_batch(database: sqlite3.Connection, url: str) -> _Batch | None:

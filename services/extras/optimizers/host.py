@@ -63,8 +63,8 @@ class HostAdamW(torch.optim.AdamW):
             visit.await_end()
             self._update(visit)
             leaving = self._returned(visit)
-        if leaving is not None and leaving.done is not None:
-            leaving.done.synchronize()
+        if leaving is not None and leaving.copies_end is not None:
+            leaving.copies_end.synchronize()
 
     def _begun(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Returns the state of a parameter before its first update."""
@@ -95,8 +95,8 @@ class HostAdamW(torch.optim.AdamW):
         return _FetchedPart(part, here, self._copied(here, part, leaving=False))
 
     def _returned(self, visit: "_FetchedPart") -> "_FetchedPart":
-        done = self._copied(visit.moments, visit.part, leaving=True)
-        return _FetchedPart(visit.part, visit.moments, done)
+        copies_end = self._copied(visit.moments, visit.part, leaving=True)
+        return _FetchedPart(visit.part, visit.moments, copies_end)
 
     def _update(self, visit: "_FetchedPart") -> None:
         parameters = visit.part.members
@@ -193,13 +193,13 @@ class _FetchedPart:
     part: _HostPart
     moments: list[Tensor]
     """First moments of all parameters, then their second moments."""
-    done: torch.cuda.Event | None
+    copies_end: torch.cuda.Event | None
     """Recorded at the end of the copies; None on a CPU."""
 
     def await_end(self) -> None:
         """Makes later computation on the current stream wait for the copies."""
-        if self.done is not None:
-            torch.cuda.current_stream(self.part.device).wait_event(self.done)
+        if self.copies_end is not None:
+            torch.cuda.current_stream(self.part.device).wait_event(self.copies_end)
 
 
 def _host_zeros(parameter: nn.Parameter) -> Tensor:

@@ -73,7 +73,7 @@ class Advice:
     """Changes that would help, the best first; empty if the prediction is off."""
     placement: str
     """Current ``topology.placement``."""
-    others: Mapping[str, float] = field(default_factory=dict)
+    placement_gains: Mapping[str, float] = field(default_factory=dict)
     """Predicted samples per second of the other placements on the same GPUs, relative to the
     current one."""
 
@@ -139,12 +139,14 @@ class Advice:
         sentences = []
         if self.changes:
             sentences.append(f"Predicted: {'; '.join(map(str, self.changes))}.")
-        elif max(self.others.values(), default=0.0) < _MIN_GAIN:
+        elif max(self.placement_gains.values(), default=0.0) < _MIN_GAIN:
             sentences.append(
                 f"No change of a setting would give more than {_MIN_GAIN:.2f}x throughput."
             )
-        if self.others:
-            gains = " and ".join(f"{name} {gain:.2g}x" for name, gain in self.others.items())
+        if self.placement_gains:
+            gains = " and ".join(
+                f"{name} {gain:.2g}x" for name, gain in self.placement_gains.items()
+            )
             sentences.append(
                 f"Predicted for other placements than {self.placement} on the same GPUs: {gains}."
             )
@@ -153,7 +155,7 @@ class Advice:
     @property
     def first(self) -> tuple[object, ...]:
         """Most important findings: the advice is reported again when they differ."""
-        better = {name: gain for name, gain in self.others.items() if gain >= _MIN_GAIN}
+        better = {name: gain for name, gain in self.placement_gains.items() if gain >= _MIN_GAIN}
         placement = max(better, key=lambda name: better[name], default="")
         return (
             self.bottleneck,
@@ -217,7 +219,7 @@ def advise(
     gains: dict[str, float] = {
         candidate.placement: _gain(rates, candidate, now) for candidate in candidates if spare >= 0
     }
-    return replace(advice, changes=tuple(helpful[:_MAX_CHANGES]), others=gains)
+    return replace(advice, changes=tuple(helpful[:_MAX_CHANGES]), placement_gains=gains)
 
 
 def _bottleneck(waited_share: float, idle_share: float) -> Bottleneck:

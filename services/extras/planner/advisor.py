@@ -133,7 +133,7 @@ class Advisor:
             "predicted_step_s": None if advice.now is None else advice.now.step_s,
             "changes": [asdict(change) for change in advice.changes],
             "placement": advice.placement,
-            "placements": dict(advice.others),
+            "placements": dict(advice.placement_gains),
         }
         summary = self.args.progress.summary(self.args.ledger)
         await self.args.journal.record_event(

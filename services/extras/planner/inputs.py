@@ -444,8 +444,8 @@ def _made(kind: type[Any], document: Any, key: str) -> Any:
     values = _mapping(document, key)
     names = {field.name for field in fields(kind)}
     _refuse_others(values, names, key)
-    if missing := names - values.keys():
-        raise ValueError(f"{key} lacks {', '.join(sorted(missing))}")
+    if missing_names := names - values.keys():
+        raise ValueError(f"{key} lacks {', '.join(sorted(missing_names))}")
     return kind(**{name: _number(value, f"{key}.{name}") for name, value in values.items()})
 
 
@@ -525,14 +525,14 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
         step for step in representative if all(step.get(name) is not None for name in DECODE_TIMES)
     ]
     if not (trained and decoding and lengths):
-        missing = {
+        is_measured = {
             "seconds_total and response_tokens of the trainer": trained,
             "decode times of the rollouts": decoding,
             "response lengths": lengths,
         }
         raise TooFewStepsError(
             "the run's steps lack "
-            + ", ".join(name for name, is_there in missing.items() if not is_there)
+            + ", ".join(name for name, is_there in is_measured.items() if not is_there)
             + "; use a run of this release that has trained steps"
         )
     # Medians, because a step that compiled or waited for a disk is not representative.

@@ -137,7 +137,7 @@ class SimulatedGroup:
     group: Group
     lengths: tuple[int, ...]
     engines: tuple[int, ...]
-    left: int
+    num_running: int
     version: int = -1
     """Version under which its first token was sampled."""
 
@@ -150,17 +150,17 @@ class SimulatedGroup:
 class ParkedGroup:
     """Part of a group that a paused engine had, parked until another engine takes it."""
 
-    made: SimulatedGroup
+    group: SimulatedGroup
     engine: int
     tokens: list[int]
     """Missing tokens of its samples."""
 
     def resume(self, engines: Sequence[SimulatedEngine[SimulatedGroup]], number: int) -> None:
         """Continues it on an engine; call the engine's ``advance`` before."""
-        self.made.engines = tuple(number if n == self.engine else n for n in self.made.engines)
+        self.group.engines = tuple(number if n == self.engine else n for n in self.group.engines)
         engines[number].num_groups += 1
         for num_tokens in self.tokens:
-            engines[number].put(self.made, num_tokens)
+            engines[number].put(self.group, num_tokens)
 
 
 def park(engines: Sequence[SimulatedEngine[SimulatedGroup]]) -> list[ParkedGroup]:
@@ -416,8 +416,8 @@ class Simulation:
 
     def _ended(self, group: SimulatedGroup) -> None:
         """Processes a finished sample."""
-        group.left -= 1
-        if group.left:
+        group.num_running -= 1
+        if group.num_running:
             return
         for number in group.engines:
             self._engines[number].num_groups -= 1
@@ -437,7 +437,7 @@ class Simulation:
         present = self._present
         ahead = max(0, len(self._ready) - self._setting.groups_per_step)
         running = len(self._running) - len(
-            {parked_group.made.group.sequence for parked_group in self._parked}
+            {parked_group.group.group.sequence for parked_group in self._parked}
         )
         free = max(0, self._use.num_groups(len(present)) - running - ahead)
         resumed, self._parked = self._parked[:free], self._parked[free:]

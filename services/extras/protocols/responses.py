@@ -283,13 +283,13 @@ def _item(kind: str, id_: str, text: str, status: str) -> dict[str, Any]:
     if kind == "reasoning":
         content_part = {"type": "reasoning_text", "text": text}
         return {"type": kind, "id": id_, "summary": [], "content": [content_part], "status": status}
-    said = {
+    content = {
         "type": "output_text",
         "text": text,
         "annotations": list[Any](),
         "logprobs": list[Any](),
     }
-    return {"type": kind, "id": id_, "role": "assistant", "status": status, "content": [said]}
+    return {"type": kind, "id": id_, "role": "assistant", "status": status, "content": [content]}
 
 
 def _usage(replies: Replies) -> dict[str, Any]:

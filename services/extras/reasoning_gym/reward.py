@@ -94,17 +94,17 @@ def gym_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) 
 
 def _is_other(task: str, text: str, answer: Any) -> bool:
     """Returns True if a text is not the answer, although the verifier of the task accepts it."""
-    expected = str(answer)
-    is_hedged = _HEDGE.search(text) and not _HEDGE.search(expected)  # "6 or 7", "not 6"
+    reference = str(answer)
+    is_hedged = _HEDGE.search(text) and not _HEDGE.search(reference)  # "6 or 7", "not 6"
     if is_hedged and task not in _LADDER_TASKS:
         return True
     if task in _PREFIX_TASKS:
         return _differ(text, answer)
     if task in _BOOLEAN_TASKS:
-        return text.strip().rstrip(".").casefold() != expected.casefold()
+        return text.strip().rstrip(".").casefold() != reference.casefold()
     if task in _WHOLE_TASKS:
-        return text.strip().casefold() != expected.strip().casefold()
-    return task in _NUMBERS_TASKS and re.findall(r"\d+", text) != re.findall(r"\d+", expected)
+        return text.strip().casefold() != reference.strip().casefold()
+    return task in _NUMBERS_TASKS and re.findall(r"\d+", text) != re.findall(r"\d+", reference)
 
 
 def _has_ignored_text(verify: Callable[..., Any], text: str, entry: Mapping[str, Any]) -> bool:

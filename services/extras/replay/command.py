@@ -53,10 +53,10 @@ def record_folder(run: RunView, state_directory: Path) -> Path:
     if not is_url(directory) or has_all_steps(folder, run.step):
         return folder
     try:
-        stored = fetch(join_url(directory, FOLDER), "record", report=_told)
+        stored_record = fetch(join_url(directory, FOLDER), "record", report=_told)
     except NotFoundError:  # nothing was uploaded yet
         return folder
-    return joined_record(stored, folder)
+    return joined_record(stored_record, folder)
 
 
 def _told(line: str) -> None:
@@ -240,14 +240,14 @@ def _curves(step: Mapping[str, Any]) -> str:
 
 def diff(
     run_id: RunId,
-    other: RunId,
+    other_run: RunId,
     url: Url = None,
     state_directory: StateDirectory = DEFAULT_STATE,
 ) -> None:
     """Show the first step at which two recorded runs part, and why."""
 
     async def work(api: Api) -> list[RunView]:
-        return [await api.get(await find_run(api, text)) for text in (run_id, other)]
+        return [await api.get(await find_run(api, text)) for text in (run_id, other_run)]
 
     first, two = call_api(url, work, state_directory=state_directory)
     from services.extras.replay.comparing import compare_records

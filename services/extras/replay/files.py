@@ -115,12 +115,12 @@ class RecordedStep:
                 first = columns.values
         names_by_key = dict(zip(self.meta.keys, names, strict=True))
         if first is None or (
-            missing := [k for k in meta.keys if names_by_key.get(k) not in by_sample]
+            missing_keys := [k for k in meta.keys if names_by_key.get(k) not in by_sample]
         ):
-            missing = list(meta.keys) if first is None else missing
+            missing_keys = list(meta.keys) if first is None else missing_keys
             raise NotFoundError(
-                f"step {self.numbers.step} has no record of {name} of {missing[0]}; the recorded run did "
-                "not use it",
+                f"step {self.numbers.step} has no record of {name} of {missing_keys[0]}; the recorded run "
+                "did not use it",
                 field=name,
             )
         return Jagged.from_list([by_sample[names_by_key[key]] for key in meta.keys])
@@ -153,28 +153,28 @@ def has_all_steps(folder: Path, last: int) -> bool:
     return bool(starts) and {*range(starts[0]["step"], last + 1)} <= {*recorded_steps(folder)}
 
 
-def joined_record(stored: Path, local: Path) -> Path:
+def joined_record(stored_folder: Path, local_folder: Path) -> Path:
     """Returns a folder with the steps of a stored record and those with which a local one continues it.
 
-    It consists of links, and is deleted at the end of the process. Returns ``stored`` if the local record
-    does not continue it: another machine has gone on with the run.
+    It consists of links, and is deleted at the end of the process. Returns ``stored_folder`` if the local
+    record does not continue it: another machine has gone on with the run.
     """
     # A link to a relative path would be one to a path in the folder of the link.
-    stored, local = stored.absolute(), local.absolute()
-    starts, continued = _starts(stored), _starts(local)
-    local_steps, stored_steps = recorded_steps(local), recorded_steps(stored)
+    stored_folder, local_folder = stored_folder.absolute(), local_folder.absolute()
+    starts, continued = _starts(stored_folder), _starts(local_folder)
+    local_steps, stored_steps = recorded_steps(local_folder), recorded_steps(stored_folder)
     if not starts or not local_steps or continued[: len(starts)] != starts:
-        return stored
+        return stored_folder
     if continued == starts and {*local_steps} <= {*stored_steps}:
-        return stored
+        return stored_folder
     folder = Path(tempfile.mkdtemp(prefix="slipstream-record-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     record = folder / FOLDER
     record.mkdir()
-    (record / _RUN).symlink_to(local / _RUN)
+    (record / _RUN).symlink_to(local_folder / _RUN)
     # Later steps of the store are of a history that the run has left.
-    sources = {step: stored for step in stored_steps if step <= local_steps[-1]}
-    sources |= dict.fromkeys(local_steps, local)
+    sources = {step: stored_folder for step in stored_steps if step <= local_steps[-1]}
+    sources |= dict.fromkeys(local_steps, local_folder)
     for step, source in sources.items():
         step_folder(record, step).symlink_to(step_folder(source, step))
     return record

@@ -98,8 +98,8 @@ def plan_replay(
     )
     start_step = origin if checkpoint is None else checkpoint[1]
     spec = _starting_from(changed_spec, starts[0]["spec"], checkpoint)
-    missing = [step for step in range(start_step + 1, last + 1) if step not in numbers]
-    _read_numbers(folder, missing, num_ranks=num_ranks)  # raises
+    missing_steps = [step for step in range(start_step + 1, last + 1) if step not in numbers]
+    _read_numbers(folder, missing_steps, num_ranks=num_ranks)  # raises
     starts_used = [start for start in starts if start["step"] < last]
     is_cpu = starts_used[0]["hardware"]["device"] == "cpu"
     differences = [*_machine_differences(starts_used, is_cpu=is_cpu)]

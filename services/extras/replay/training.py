@@ -142,16 +142,16 @@ def _compared(
     metrics: Mapping[str, float],
     settings: TrainerSettings,
 ) -> ReplayedStep:
-    engine, expected = rank.runner.engine, recorded.ranks[settings.rank].numbers
+    engine, record = rank.runner.engine, recorded.ranks[settings.rank].numbers
     rows = engine.export_weights(rows=True)
-    digests = start_digests((name, value) for name, value in rows if name in expected.weights)()
-    differing = [name for name, digest in digests.items() if expected.weights[name] != digest]
+    digests = start_digests((name, value) for name, value in rows if name in record.weights)()
+    differing = [name for name, digest in digests.items() if record.weights[name] != digest]
     everywhere: list[list[str]] = [differing]
     if settings.world_size > 1:
         everywhere = [[] for _ in range(settings.world_size)]
         distributed.all_gather_object(everywhere, differing)
     tensors: dict[str, int] = {}
-    for name in expected.weights:
+    for name in record.weights:
         owners = [number for number, names in enumerate(everywhere) if name in names]
         if owners:
             tensors[name] = owners[0]
@@ -162,8 +162,8 @@ def _compared(
         tensors=tensors,
         metrics=comparable(metrics),
         recorded=recorded.numbers.metrics,
-        max_tokens=(engine.bounds.max_tokens, expected.max_tokens),
-        nondeterministic=expected.nondeterministic,
+        max_tokens=(engine.bounds.max_tokens, record.max_tokens),
+        nondeterministic=record.nondeterministic,
     )
 
 

@@ -57,11 +57,13 @@ def read_allocation(environment: Mapping[str, str]) -> Allocation:
                 "with sbatch, or run it in salloc; examples/slurm has scripts"
             ]
         )
-    if missing := [name for name in ("srun", "scontrol", "scancel") if shutil.which(name) is None]:
+    if missing_commands := [
+        name for name in ("srun", "scontrol", "scancel") if shutil.which(name) is None
+    ]:
         raise SpecError(
             [
-                f"--launcher slurm: {', '.join(missing)} not found in PATH; add the folder of Slurm's "
-                "programs"
+                f"--launcher slurm: {', '.join(missing_commands)} not found in PATH; add the folder of "
+                "Slurm's programs"
             ]
         )
     size = int(environment.get("SLURM_HET_SIZE", 0))

@@ -120,11 +120,11 @@ async def _ask(
     # A line without its end is part of an answer.
     lines = [line for line in output.splitlines(keepends=True) if line.endswith(b"\n")]
     facts = {line["name"]: line for line in map(json.loads, lines)}
-    if missing := [name for name in component.tasks if name not in facts]:
+    if missing_nodes := [name for name in component.tasks if name not in facts]:
         why = error_output.decode(errors="replace").strip() or "no error output"
         raise FailedPreconditionError(
-            f"nodes {', '.join(missing)} of the allocation gave no answer ({why}); {sys.executable} and "
-            "Slipstream must be at the same path on all nodes, and SLIPSTREAM_SLURM_NODE_TIMEOUT_S is "
+            f"nodes {', '.join(missing_nodes)} of the allocation gave no answer ({why}); {sys.executable} "
+            "and Slipstream must be at the same path on all nodes, and SLIPSTREAM_SLURM_NODE_TIMEOUT_S is "
             f"{settings.node_timeout_s:.0f}"
         )
     return facts

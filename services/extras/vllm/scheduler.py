@@ -65,13 +65,13 @@ class TokenBatcher:
         replace the ranks.
         """
         gathered, era, interval = self._held, self.era, self._interval
-        ready = []
+        ready_outputs = []
         for output in outputs:
             new = output.new_logprobs
             if new is None:
                 if output.finish_reason is not None:
                     self._complete(output)
-                ready.append(output)
+                ready_outputs.append(output)
                 continue
             request = gathered.get(output.request_id)
             if request is None:
@@ -95,8 +95,8 @@ class TokenBatcher:
                 request.experts.append(output.routed_experts)
             if len(request.token_ids) >= interval or output.finish_reason is not None:
                 self._complete(output)
-                ready.append(output)
-        return ready
+                ready_outputs.append(output)
+        return ready_outputs
 
     def discard_tokens(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

@@ -53,9 +53,9 @@ class DeltaSender(ShadowSender):
                 f"expected a request for a delta from version {self.held_version}, got one from "
                 f"{order.base_version}"
             )
-        done = self._send_changes(group, checksums, order)
+        transferred = self._send_changes(group, checksums, order)
         self.held_version = order.version
-        return done
+        return transferred
 
     def _send_changes(
         self, group: WeightGroup, checksums: Tensor, order: TransferOrder
@@ -68,14 +68,16 @@ class DeltaSender(ShadowSender):
         header = make_header(self.plan, order, source, num_changed).to(now.device)
         parts = [now] if places is None else [places, now.index_select(0, places)]
         works = [channel.broadcast(header)]
-        works += [channel.broadcast(piece) for part in parts for piece in _pieces(part, self.plan)]
+        works += [
+            channel.broadcast(piece) for tensor in parts for piece in _pieces(tensor, self.plan)
+        ]
         works.append(channel.broadcast(checksums))
         for work in works:
             work.wait()
         group.synchronize()
         return Transferred(
             digests=(source_digest(self.plan.plan_hash, order.version, source, checksums),),
-            num_bytes=sum(part.nbytes for part in parts),
+            num_bytes=sum(tensor.nbytes for tensor in parts),
         )
 
     def _changed_places(self, words: Tensor) -> Tensor | None:
@@ -101,8 +103,8 @@ class DeviceDeltaSender(DeltaSender):
         super().pack(source, version)
 
     def _changed_places(self, words: Tensor) -> Tensor | None:
-        (sent,) = self._sent.buffers.values()
-        places = (words != sent.view(_WORD)).nonzero().flatten()
+        (sent_values,) = self._sent.buffers.values()
+        places = (words != sent_values.view(_WORD)).nonzero().flatten()
         return places.to(_place_dtype(words)) if places.numel() < _most_changes(words) else None
 
 
@@ -123,13 +125,13 @@ class HostDeltaSender(DeltaSender):
         if packed_version >= 0:
             # A failure half-way leaves an arena of no version.
             self._packed_version = -1
-            changed = update_arena(source, self._arena)
+            new_places = update_arena(source, self._arena)
             self._checksums = packed_checksums(self._arena)
             self._packed_version = version
             if self.held_version == packed_version:
-                self._places = changed
-            elif changed is not None and places is not None:
-                self._places = torch.cat((places, changed)).unique()
+                self._places = new_places
+            elif new_places is not None and places is not None:
+                self._places = torch.cat((places, new_places)).unique()
         else:
             super().pack(source, version)
 
@@ -183,8 +185,8 @@ class DeltaReceiver(ShadowReceiver):
             self._fill(channel, words)
             return words.nbytes
         places = torch.zeros(num_changed, dtype=_place_dtype(words), device=device)
-        changed = torch.zeros(num_changed, dtype=_WORD, device=device)
-        self._fill(channel, places, changed)
+        values = torch.zeros(num_changed, dtype=_WORD, device=device)
+        self._fill(channel, places, values)
         if num_changed:
             lowest, highest = places.aminmax()
             if lowest < 0 or highest >= words.numel():
@@ -192,11 +194,11 @@ class DeltaReceiver(ShadowReceiver):
                     f"version {order.version} is rejected: source {source} changes positions outside of "
                     "its weights"
                 )
-            words.index_copy_(0, places.long(), changed)
-        return places.nbytes + changed.nbytes
+            words.index_copy_(0, places.long(), values)
+        return places.nbytes + values.nbytes
 
     def _fill(self, channel: Channel, *parts: Tensor) -> None:
-        pieces = [piece for part in parts for piece in _pieces(part, self.plan)]
+        pieces = [piece for tensor in parts for piece in _pieces(tensor, self.plan)]
         for work in [channel.broadcast(piece) for piece in pieces]:
             work.wait()
 
@@ -216,7 +218,7 @@ def update_arena(source: WeightSource, arena: WeightArena) -> Tensor | None:
     """
     (buffer,) = arena.buffers.values()
     words, dtype = buffer.view(_WORD), _place_dtype(buffer.view(_WORD))
-    changed: dict[int, Tensor] = {}
+    changed_places: dict[int, Tensor] = {}
     num_left = _most_changes(words)
     with ThreadPoolExecutor(_THREADS, "compare-weights") as pool:
         for tensor, view in assigned_rows(source, arena):
@@ -228,18 +230,20 @@ def update_arena(source: WeightSource, arena: WeightArena) -> Tensor | None:
                 partial(_copy_changes, words.numpy(), start), *_as_pieces(tensor, view)
             )
             places = torch.from_numpy(np.concatenate([*copied]))
-            changed[start] = places.to(dtype)
+            changed_places[start] = places.to(dtype)
             num_left -= places.numel()
     if num_left <= 0:
         return None
-    return torch.cat([changed[start] for start in sorted(changed)] or [words[:0].to(dtype)])
+    return torch.cat(
+        [changed_places[start] for start in sorted(changed_places)] or [words[:0].to(dtype)]
+    )
 
 
 def _as_pieces(tensor: Tensor, view: Tensor) -> tuple[list[np.ndarray], range]:
     """Returns the words of a tensor in pieces, in the dtype of its view, and the first word of each piece."""
     flat = tensor.detach().to(view.dtype).reshape(-1).view(torch.uint8)
-    if missing := -flat.numel() % _WORD.itemsize:
-        flat = torch.cat((flat, flat.new_zeros(missing)))  # the padding of the arena
+    if num_padded := -flat.numel() % _WORD.itemsize:
+        flat = torch.cat((flat, flat.new_zeros(num_padded)))  # the padding of the arena
     new = np.frombuffer(flat.numpy().data, np.int32)
     starts = range(0, max(len(new), 1), _PIECE_WORDS)
     return [new[start : start + _PIECE_WORDS] for start in starts], starts
@@ -266,8 +270,8 @@ def _place_dtype(words: Tensor) -> torch.dtype:
     return torch.int32 if words.numel() <= torch.iinfo(torch.int32).max else torch.int64
 
 
-def _pieces(part: Tensor, plan: WeightPlan) -> tuple[Tensor, ...]:
+def _pieces(tensor: Tensor, plan: WeightPlan) -> tuple[Tensor, ...]:
     """Splits a tensor into pieces for one collective each, at most as large as a bucket; none if empty."""
     first = plan.sources[0].buckets[0]
-    step = (first.stop - first.start) // part.element_size()
-    return part.split(step) if part.numel() else ()
+    step = (first.stop - first.start) // tensor.element_size()
+    return tensor.split(step) if tensor.numel() else ()

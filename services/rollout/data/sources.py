@@ -229,7 +229,7 @@ def open_source(
     nullable = {"data.model_inputs_column"}
     if not needs_answers:
         nullable.add("data.answer_column")
-    missing = [
+    missing_files = [
         f"{option} is {column!r}, but the rows of {key} ({spec.path!r}) have the columns "
         f"{', '.join(map(repr, row)) or 'none'}; set {option} to one of them"
         + (" or to null" if option in nullable else "")
@@ -237,8 +237,8 @@ def open_source(
         for option, column in columns.items()
         if has_columns and not has_column(row, column)
     ]
-    if missing:
-        raise ValueError("\n".join(missing))
+    if missing_files:
+        raise ValueError("\n".join(missing_files))
     return source
 
 

@@ -402,23 +402,23 @@ def check_inputs(model_inputs: "ModelInputs | None", can: EngineCapabilities) ->
         raise ValueError(f"engine {can.name!r} takes token ids only, no other inputs of the model")
 
 
-def check_tensors(expected: Mapping[str, Sequence[int]], tensors: "Mapping[str, Tensor]") -> None:
+def check_tensors(shapes: Mapping[str, Sequence[int]], tensors: "Mapping[str, Tensor]") -> None:
     """Refuses weights that do not fit the model, before anything is changed.
 
     Args:
-        expected: Shape of every tensor by name.
+        shapes: Shape of every tensor by name.
 
     Raises:
         ValueError: If a tensor is missing, unknown or of another shape.
     """
-    if expected.keys() != tensors.keys():
-        missing = _some(expected.keys() - tensors.keys())
-        unknown = _some(tensors.keys() - expected.keys())
+    if shapes.keys() != tensors.keys():
+        missing_names = _some(shapes.keys() - tensors.keys())
+        unknown_names = _some(tensors.keys() - shapes.keys())
         raise ValueError(
-            f"weights do not match the model: missing {missing}, unknown {unknown}; trainer and rollout "
-            "need the same model"
+            f"weights do not match the model: missing {missing_names}, unknown {unknown_names}; trainer and "
+            "rollout need the same model"
         )
-    for name, shape in expected.items():
+    for name, shape in shapes.items():
         if tuple(tensors[name].shape) != tuple(shape):
             raise ValueError(
                 f"weight {name!r} must have shape {tuple(shape)}, got {tuple(tensors[name].shape)}; "

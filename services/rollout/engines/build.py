@@ -73,7 +73,7 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
         memory = plan(config, gpu_bytes=torch.cuda.get_device_properties(device).total_memory)
         logger.info("memory planned", extra={"table": memory.table()})
         arguments |= engine_share(memory, engine_kind(spec.engine), arguments)
-        if not memory.others:
+        if not memory.other_workers:
             check_free_memory(needed_bytes(memory, engine_kind(spec.engine), arguments), device)
         sleeps = sleeps and not memory.stays_awake
     speculation = spec.speculation

@@ -61,11 +61,11 @@ def exact_match(
         ValueError: If there is no answer, or it is not one value.
     """
     response_answer = answer_part(response).strip()
-    expected = answer_text(answer, reward="exact_match").strip()
+    reference = answer_text(answer, reward="exact_match").strip()
     if ignore_case:
-        response_answer, expected = response_answer.casefold(), expected.casefold()
-    whole = expected.removesuffix(".0") if isinstance(answer, float) else expected
-    return float(response_answer in (expected, whole))
+        response_answer, reference = response_answer.casefold(), reference.casefold()
+    whole = reference.removesuffix(".0") if isinstance(answer, float) else reference
+    return float(response_answer in (reference, whole))
 
 
 COMPARISONS: Final[Mapping[str, Callable[..., float]]] = {"exact_match": exact_match}

@@ -279,11 +279,11 @@ def earned_terms(spec: RewardSpec, earned: object) -> tuple[RewardSpec, dict[str
 
 def _checked_terms(spec: RewardSpec, value: Mapping[object, object]) -> dict[str, float]:
     checked_names(value, source=f"reward {spec.name!r}")
-    if missing := sorted(set(spec.terms) - set(value)):
+    if missing_terms := sorted(set(spec.terms) - set(value)):
         raise CallError(
             "invalid_value",
             f"reward {spec.name!r} returned {', '.join(map(str, value)) or 'no terms'}, but not "
-            f"{', '.join(missing)}, which its terms in the specification require",
+            f"{', '.join(missing_terms)}, which its terms in the specification require",
         )
     return {
         str(name): checked_score(

@@ -40,68 +40,68 @@ class Comparison:
         self._specs = tuple(specs)
         self._pool = pool
 
-    async def score(self, given: Sequence[RewardInput]) -> list[Score]:
+    async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
         """Returns the score of each response of a group.
 
         Args:
-            given: Responses to one prompt, at least one.
+            inputs: Responses to one prompt, at least one.
 
         Raises:
             CallError: If one reward returns no scores; the others are cancelled.
         """
         with unwrapped(CallError):
             async with TaskGroup() as group:
-                tasks = [group.create_task(self._values(spec, given)) for spec in self._specs]
+                tasks = [group.create_task(self._values(spec, inputs)) for spec in self._specs]
         values = [task.result() for task in tasks]
         return [
             weighted_score(
                 (spec, value[member]) for spec, value in zip(self._specs, values, strict=True)
             )
-            for member in range(len(given))
+            for member in range(len(inputs))
         ]
 
-    async def _values(self, spec: RewardSpec, given: Sequence[RewardInput]) -> Sequence[Any]:
+    async def _values(self, spec: RewardSpec, inputs: Sequence[RewardInput]) -> Sequence[Any]:
         if spec.sees == "pairs":
-            return await self._wins(spec, given)
-        values = await self._ask(spec, given, [reward_input.response for reward_input in given])
-        if not isinstance(values, list) or len(values) != len(given):
+            return await self._wins(spec, inputs)
+        values = await self._ask(spec, inputs, [reward_input.response for reward_input in inputs])
+        if not isinstance(values, list) or len(values) != len(inputs):
             raise CallError(
                 "invalid_value",
-                f"reward {spec.name!r} receives the group and must return a list of {len(given)} numbers or "
+                f"reward {spec.name!r} receives the group and must return a list of {len(inputs)} numbers or "
                 f"terms, one for each response, got {values!r:.200}",
             )
         return values
 
-    async def _wins(self, spec: RewardSpec, given: Sequence[RewardInput]) -> list[float]:
+    async def _wins(self, spec: RewardSpec, inputs: Sequence[RewardInput]) -> list[float]:
         """Returns each response's mean preference over the other ones, compared in both orders.
 
         The mean of a single response is 0.5.
         """
-        pairs = list(itertools.permutations(range(len(given)), 2))
+        pairs = list(itertools.permutations(range(len(inputs)), 2))
         async with TaskGroup() as group:
             tasks = [
-                group.create_task(self._preference(spec, given[first], given[second]))
+                group.create_task(self._preference(spec, inputs[first], inputs[second]))
                 for first, second in pairs
             ]
-        wins = [0.0] * len(given)
+        wins = [0.0] * len(inputs)
         for (first, second), task in zip(pairs, tasks, strict=True):
             wins[first] += task.result()
             wins[second] += 1.0 - task.result()
-        num_questions = 2 * (len(given) - 1)
+        num_questions = 2 * (len(inputs) - 1)
         return [win / num_questions for win in wins] if num_questions else [0.5]
 
     async def _preference(self, spec: RewardSpec, first: RewardInput, second: RewardInput) -> float:
         value = await self._ask(spec, (first, second), first.response, second.response)
         return checked_score(value, bounds=(0.0, 1.0), name=f"{spec.name} of a pair")
 
-    async def _ask(self, spec: RewardSpec, given: Sequence[RewardInput], *seen: Any) -> Any:
+    async def _ask(self, spec: RewardSpec, inputs: Sequence[RewardInput], *responses: Any) -> Any:
         keywords = dict(spec.arguments)
         if spec.sees_episode:
-            keywords["episodes"] = [reward_input.episode() for reward_input in given]
-        reward_input = given[0]
+            keywords["episodes"] = [reward_input.episode() for reward_input in inputs]
+        reward_input = inputs[0]
         return await self._pool.call(
             spec.name,
-            (reward_input.prompt, *seen, reward_input.answer, dict(reward_input.row)),
+            (reward_input.prompt, *responses, reward_input.answer, dict(reward_input.row)),
             keywords,
             timeout_s=spec.timeout_s,
         )
@@ -180,57 +180,62 @@ class Scorer:
             except CallError as error:
                 raise ValueError(f"{self._key}.{index}.name: {error.message}") from error
 
-    async def score(self, given: RewardInput) -> Score:
+    async def score(self, reward_input: RewardInput) -> Score:
         """Returns the weighted sum and its terms.
 
         Raises:
             CallError: If one reward returns no score; the others are cancelled.
         """
-        values = await self._values(given)
+        values = await self._values(reward_input)
         columns = {
-            spec.column: tuple(token_values(spec, value, given.turn_lengths))
+            spec.column: tuple(token_values(spec, value, reward_input.turn_lengths))
             for spec, value in values
             if spec.column is not None
         }
         values = [(spec, value) for spec, value in values if spec.column is None]
-        tokens = [0.0] * sum(given.turn_lengths)
-        for place, (spec, value) in enumerate(values):
+        tokens = [0.0] * sum(reward_input.turn_lengths)
+        for index, (spec, value) in enumerate(values):
             if spec.per == "response":
                 continue
-            earned = token_values(spec, value, given.turn_lengths)
+            earned = token_values(spec, value, reward_input.turn_lengths)
             tokens = [
                 sum(pair) for pair in zip(tokens, (spec.weight * e for e in earned), strict=True)
             ]
-            values[place] = spec, sum(earned)
+            values[index] = spec, sum(earned)
         is_split = any(spec.per != "response" for spec, _ in values)
         scored = weighted_score(values)
         return replace(scored, tokens=tuple(tokens) if is_split else (), columns=columns)
 
-    async def _values(self, given: RewardInput) -> list[tuple[RewardSpec, object]]:
+    async def _values(self, reward_input: RewardInput) -> list[tuple[RewardSpec, object]]:
         if len(self._of_responses) == 1:
-            return [await self._value(self._of_responses[0], given)]
+            return [await self._value(self._of_responses[0], reward_input)]
         with unwrapped(CallError):
             async with TaskGroup() as group:
-                tasks = [group.create_task(self._value(spec, given)) for spec in self._of_responses]
+                tasks = [
+                    group.create_task(self._value(spec, reward_input))
+                    for spec in self._of_responses
+                ]
         return [task.result() for task in tasks]
 
-    async def _value(self, spec: RewardSpec, given: RewardInput) -> tuple[RewardSpec, object]:
+    async def _value(
+        self, spec: RewardSpec, reward_input: RewardInput
+    ) -> tuple[RewardSpec, object]:
         """Returns a reward and its result: a number, numbers per turn or token, or terms by name."""
         if spec.name == EARNED:
-            return earned_terms(spec, given.earned)
-        episode = given.episode() if spec.sees_episode else None
+            return earned_terms(spec, reward_input.earned)
+        episode = reward_input.episode() if spec.sees_episode else None
         if is_service(spec.name):
             remote = self._remotes[spec.name]
-            value = await remote.score(given, episode=episode, timeout_s=spec.timeout_s)
+            value = await remote.score(reward_input, episode=episode, timeout_s=spec.timeout_s)
             return spec, _some(spec, value)
-        is_begun = given.opens_reasoning and spec.name in REWARDS
-        response = BEGIN + given.response if is_begun else given.response
+        is_begun = reward_input.opens_reasoning and spec.name in REWARDS
+        response = BEGIN + reward_input.response if is_begun else reward_input.response
         keywords = spec.arguments if episode is None else {**spec.arguments, "episode": episode}
         if (compare := COMPARISONS.get(spec.name)) is not None:
-            return spec, _compared(spec, compare, given, response, keywords)
+            return spec, _compared(spec, compare, reward_input, response, keywords)
         value = await self._pool.call(
             _reference(spec),
-            (given.prompt, response, given.answer, dict(given.row)),
+            (reward_input.prompt, response, reward_input.answer, dict(reward_input.row)),
             keywords,
             timeout_s=spec.timeout_s,
         )
@@ -242,12 +247,12 @@ class ScorerOfSets:
 
     Args:
         common: Scorer of the sets without their own rewards.
-        own: Scorers of the sets with their own rewards, by set name.
+        by_set: Scorers of the sets with their own rewards, by set name.
     """
 
-    def __init__(self, common: Scorer, own: Mapping[str, Scorer]) -> None:
+    def __init__(self, common: Scorer, by_set: Mapping[str, Scorer]) -> None:
         self._common = common
-        self._own = own
+        self._own = by_set
 
     @classmethod
     @asynccontextmanager
@@ -274,24 +279,24 @@ class ScorerOfSets:
         """Returns the comparison for a split; see :meth:`Scorer.comparison`."""
         return self._own.get(split, self._common).comparison()
 
-    async def score(self, given: RewardInput) -> Score:
+    async def score(self, reward_input: RewardInput) -> Score:
         """Returns the weighted sum and its terms; see :meth:`Scorer.score`."""
-        return await self._own.get(given.split, self._common).score(given)
+        return await self._own.get(reward_input.split, self._common).score(reward_input)
 
 
 def _compared(
     spec: RewardSpec,
     compare: Callable[..., float],
-    given: RewardInput,
+    reward_input: RewardInput,
     response: str,
     keywords: Mapping[str, Any],
 ) -> float:
     """Calls a comparison in this process, with the answer that a process of the pool would receive."""
-    answer = given.answer
+    answer = reward_input.answer
     try:
         if type(answer) not in _PLAIN_TYPES:
             answer = json.loads(json_text(answer))
-        return compare(given.prompt, response, answer, given.row, **keywords)
+        return compare(reward_input.prompt, response, answer, reward_input.row, **keywords)
     except (TypeError, ValueError, RecursionError) as error:
         raise CallError(
             "exception", f"{_reference(spec)!r} raised {describe_error(error)}"

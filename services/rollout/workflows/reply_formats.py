@@ -31,7 +31,7 @@ Tools = Sequence[Mapping[str, Any]]
 class ParsedCall:
     """One tool call in a reply."""
 
-    place: int
+    start: int
     """Index of its first character in the reply."""
     name: str
     """Name of the tool; empty if the call has none."""
@@ -138,7 +138,7 @@ class ReplyFormat:
             reasoning, text = self.reasoning.split(text, is_open=is_open, calls=marks)
         calls = tuple(self.tools.find(text, tools)) if has_tools else ()
         reported_calls = [call for call in calls if call.is_reported]
-        content = text[: reported_calls[0].place].strip() if reported_calls else text
+        content = text[: reported_calls[0].start].strip() if reported_calls else text
         return ParsedReply(self._plain(content), self._plain(reasoning), calls)
 
     def opens_reasoning(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:

@@ -249,7 +249,10 @@ def length_adaptive_decay(lengths: Tensor, *, alpha: float) -> Tensor:
 
 
 def whiten(
-    values: Tensor, mask: Tensor, *, sum_over_ranks: Callable[[Tensor], Tensor] = lambda part: part
+    values: Tensor,
+    mask: Tensor,
+    *,
+    sum_over_ranks: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> Tensor:
     """Normalizes to zero mean and unit variance over all tokens of the batch, 0 outside ``mask``.
 

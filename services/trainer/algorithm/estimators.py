@@ -90,11 +90,11 @@ def gdpo(batch: ScoredBatch, *, weights: Mapping[str, float]) -> Tensor:
     Raises:
         IncompleteBatchError: If samples lack a term.
     """
-    if missing := sorted(weights.keys() - batch.terms.keys()):
+    if missing_terms := sorted(weights.keys() - batch.terms.keys()):
         raise IncompleteBatchError(
-            f"algorithm.advantage_arguments.weights has {', '.join(missing)}, but the terms of all samples "
-            f"are {', '.join(batch.terms) or 'none'}; use the names that metrics show as reward/NAME",
-            missing=", ".join(missing),
+            f"algorithm.advantage_arguments.weights has {', '.join(missing_terms)}, but the terms of all "
+            f"samples are {', '.join(batch.terms) or 'none'}; use the names that metrics show as reward/NAME",
+            missing=", ".join(missing_terms),
         )
     return batch.expand(advantages.gdpo(batch.terms, batch.groups, weights=weights))
 

@@ -114,8 +114,8 @@ def _reduce(
     scaled, _ = bounded_logits(products, excluded, numbers)
     normalizer = torch.logsumexp(scaled, -1)
     logprobs = scaled.gather(1, targets[:, None]).squeeze(1) - normalizer
-    expected = (torch.exp(scaled - normalizer[:, None]) * scaled).sum(-1)
-    return logprobs, normalizer, normalizer - expected
+    expected_logits = (torch.exp(scaled - normalizer[:, None]) * scaled).sum(-1)
+    return logprobs, normalizer, normalizer - expected_logits
 
 
 def _reduce_as_torch(

@@ -174,8 +174,10 @@ def check_columns(declared: Mapping[str, Sequence[str]], filled: Sequence[str]) 
         ValueError: With the key and the column.
     """
     for key, names in declared.items():
-        if missing := [name for name in names if name not in COLUMNS and name not in filled]:
+        if missing_columns := [
+            name for name in names if name not in COLUMNS and name not in filled
+        ]:
             raise ValueError(
-                f"{key} uses the columns {', '.join(missing)}, but no reward fills them; set "
-                f"rollout.rewards.N.column to {missing[0]!r} for the reward that does"
+                f"{key} uses the columns {', '.join(missing_columns)}, but no reward fills them; set "
+                f"rollout.rewards.N.column to {missing_columns[0]!r} for the reward that does"
             )

@@ -51,7 +51,7 @@ class Sequences:
 
     places: Tensor | None
     """``[K]`` int64 place of each of their tokens in the pack; None if they are the pack itself."""
-    own: Tensor | None
+    positions: Tensor | None
     """``[T]`` int64: place of each token of the pack among them; None if they are the pack itself."""
     cu_lengths: Tensor
     """``[N + 1]`` int64 offsets of the sequences, and the total."""

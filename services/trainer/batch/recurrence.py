@@ -159,7 +159,7 @@ def pack_delta_net(module: nn.Module, states: Tensor, layout: AttentionLayout) -
     sequences = layout.sequences()
     if sequences.places is None:
         return _sequences(module, states, sequences)
-    return _sequences(module, copied_rows(states, sequences.places), sequences)[sequences.own]
+    return _sequences(module, copied_rows(states, sequences.places), sequences)[sequences.positions]
 
 
 def _sequences(module: Any, states: Tensor, sequences: Sequences) -> Tensor:

@@ -416,13 +416,13 @@ def wanted_fields(meta: KVBatchMeta, spec: RunSpec) -> tuple[str, ...]:
     optional: tuple[str, ...] = () if spec.algorithm.num_demonstrations else _CORRECTION_FIELDS
     if correction != "none":
         required += _CORRECTION_FIELDS
-    missing = [name for name in required if name not in present]
-    if missing:
+    missing_fields = [name for name in required if name not in present]
+    if missing_fields:
         raise IncompleteBatchError(
-            f"the batch lacks {', '.join(missing)}, which algorithm.correction "
+            f"the batch lacks {', '.join(missing_fields)}, which algorithm.correction "
             f"{correction!r} needs; check the rollouts' logs, or set algorithm.correction "
             "to 'none' (synchronous training only)",
-            missing=", ".join(missing),
+            missing=", ".join(missing_fields),
         )
     for role, kind in kinds_with_own_gpus(spec.topology).items():
         for name in kind.adds:
@@ -538,7 +538,7 @@ def _teacher_prompts(teacher_prompts: Jagged, sequences: Sequences) -> Jagged:
 
 def _check_lengths(fields: Mapping[str, Jagged]) -> None:
     """Checks that every row of a field matches its response; a shift between rows would go unnoticed."""
-    expected = fields["response_ids"].lengths
+    response_lengths = fields["response_ids"].lengths
     sizes = {name: fields[name].lengths for name in fetched_columns(fields)}
     sizes["response_mask"] = fields["response_mask"].lengths
     if "version_runs" in fields:
@@ -552,10 +552,10 @@ def _check_lengths(fields: Mapping[str, Jagged]) -> None:
         masks = fields[SAMPLING_MASK]
         sizes[SAMPLING_MASK] = Segments.from_lengths(masks.lengths).sum((masks.values < 0).long())
     for name, lengths in sizes.items():
-        for row in torch.nonzero(lengths != expected).flatten().tolist():
+        for row in torch.nonzero(lengths != response_lengths).flatten().tolist():
             raise IncompleteBatchError(
-                f"{name} covers {lengths[row]} tokens of sample {row}, but its response has {expected[row]}; "
-                "every response token needs one entry",
+                f"{name} covers {lengths[row]} tokens of sample {row}, but its response has "
+                f"{response_lengths[row]}; every response token needs one entry",
                 field=name,
             )
     if bool((fields["prompt_ids"].lengths < 1).any()):

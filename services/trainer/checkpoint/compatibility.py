@@ -72,7 +72,7 @@ def mismatches(
         model: Result of :func:`model_facts` for the run; None if the models are known to be equal.
         parts: Subfolders that the run loads.
     """
-    if any(counter(part) not in facts for part in parts):
+    if any(counter(folder) not in facts for folder in parts):
         yield (
             "algorithm.advantage: this run trains a critic, but the checkpoint has none; use the "
             "algorithm.advantage of the checkpoint's run, or a checkpoint of a run with a critic"
@@ -137,9 +137,9 @@ def critic_folder(folder: str) -> str:
     return f"{parent}/{CRITIC}/{name}" if parent else f"{CRITIC}/{name}"
 
 
-def counter(part: str) -> str:
+def counter(folder: str) -> str:
     """Returns the name of the fact that counts the updates of the engine with a subfolder."""
-    return f"{part}.num_updates" if part else "num_updates"
+    return f"{folder}.num_updates" if folder else "num_updates"
 
 
 def _listed(values: Mapping[str, Any]) -> str:

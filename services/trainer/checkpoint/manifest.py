@@ -159,17 +159,17 @@ def verify(folder: Path) -> dict[str, Any]:
         raise DataLossError(
             f"checkpoint {folder} has no readable {MANIFEST}: {error}", folder=folder
         ) from error
-    for name, expected in files.items():
+    for name, entry in files.items():
         file = folder / name
-        if not file.is_file() or file.stat().st_size != expected["size"]:
+        if not file.is_file() or file.stat().st_size != entry["size"]:
             raise DataLossError(
-                f"checkpoint {folder}: {name} is missing or not {expected['size']} bytes long",
+                f"checkpoint {folder}: {name} is missing or not {entry['size']} bytes long",
                 folder=folder,
                 file=name,
             )
     digests = _digests([folder / name for name in files])
-    for (name, expected), digest in zip(files.items(), digests, strict=True):
-        if digest != expected["sha256"]:
+    for (name, entry), digest in zip(files.items(), digests, strict=True):
+        if digest != entry["sha256"]:
             raise DataLossError(
                 f"checkpoint {folder}: {name} does not have the digest in the manifest",
                 folder=folder,

@@ -75,12 +75,12 @@ def share_experts(module: nn.Module, ranks: ExpertRanks) -> None:
 # Not compiled: the host learns an expert's number of tokens only during the pass, and it differs from pack
 # to pack.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def experts_forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def experts_forward(module: Any, hidden: Tensor, chosen_experts: Tensor, weights: Tensor) -> Tensor:
     """Computes the weighted sum of the chosen experts' outputs for each token.
 
     Args:
         hidden: ``[T, H]``.
-        chosen: ``[T, K]`` int64 experts of each token.
+        chosen_experts: ``[T, K]`` int64 experts of each token.
         weights: ``[T, K]``.
 
     Returns:
@@ -88,21 +88,21 @@ def experts_forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     """
     ranks: ExpertRanks | None = getattr(module, _RANKS, None)
     if ranks is None or ranks.peers is None:
-        return _outputs(module, hidden, chosen, weights, ranks)
+        return _outputs(module, hidden, chosen_experts, weights, ranks)
     peers, num_tokens = ranks.peers, len(hidden)
-    part: Tensor = _PartOfTokens.apply(hidden, peers)  # type: ignore[no-untyped-call]
+    tokens: Tensor = _PartOfTokens.apply(hidden, peers)  # type: ignore[no-untyped-call]
     shares: Tensor = _PartOfTokens.apply(weights, peers)  # type: ignore[no-untyped-call]
-    outputs = _outputs(module, part, chosen[peers.part(num_tokens)], shares, ranks)
+    outputs = _outputs(module, tokens, chosen_experts[peers.part(num_tokens)], shares, ranks)
     whole: Tensor = _AllTokens.apply(outputs, num_tokens, peers)  # type: ignore[no-untyped-call]
     return whole
 
 
 def _outputs(
-    module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, ranks: ExpertRanks | None
+    module: Any, hidden: Tensor, chosen_experts: Tensor, weights: Tensor, ranks: ExpertRanks | None
 ) -> Tensor:
     """Computes :func:`experts_forward` for the tokens that this rank sends to the experts."""
-    num_chosen = chosen.shape[1]
-    owners = chosen.flatten()
+    num_chosen = chosen_experts.shape[1]
+    owners = chosen_experts.flatten()
     order = torch.argsort(owners, stable=True)
     num_experts = local_part(module.down_proj).shape[0] * (1 if ranks is None else ranks.size)
     counts = owners.new_zeros(num_experts).scatter_add_(0, owners, torch.ones_like(owners))
@@ -170,9 +170,9 @@ def _elsewhere(
     arriving = torch.empty_like(counts)
     distributed.all_to_all_single(arriving, counts, group=ranks.group)
     by_rank = torch.stack([counts, arriving]).view(2, ranks.size, -1)
-    sent, received = by_rank.sum(2).tolist()
-    arrived = all_to_all(rows, sent, received, group=ranks.group)
-    shares = all_to_all(shares, sent, received, group=ranks.group)
+    sent_rows, received_rows = by_rank.sum(2).tolist()
+    arrived = all_to_all(rows, sent_rows, received_rows, group=ranks.group)
+    shares = all_to_all(shares, sent_rows, received_rows, group=ranks.group)
     # Rows arrive sorted by rank and then by expert; the products need them sorted by expert.
     experts = torch.arange(by_rank.shape[2], device=rows.device).repeat(ranks.size)
     order = torch.argsort(experts.repeat_interleave(by_rank[1].flatten()), stable=True)
@@ -180,7 +180,7 @@ def _elsewhere(
     arrived = _Copies.apply(arrived, order, unsorted, 1)  # type: ignore[no-untyped-call]
     outputs = _products(module, arrived, shares[order], by_rank[1].sum(0), ranks)
     outputs = _SumOfCopies.apply(outputs, order, unsorted, 1)  # type: ignore[no-untyped-call]
-    return all_to_all(outputs, received, sent, group=ranks.group)
+    return all_to_all(outputs, received_rows, sent_rows, group=ranks.group)
 
 
 def _products(
@@ -210,8 +210,8 @@ def _product(
     down, up = expert_adapter(name)
     if hasattr(module, down):
         narrow = _by_expert(rows, _weight(module, down, ranks).mT, counts)
-        added = _by_expert(narrow, _weight(module, up, ranks).mT, counts)
-        outputs = outputs + module.lora_scaling * added
+        lora_outputs = _by_expert(narrow, _weight(module, up, ranks).mT, counts)
+        outputs = outputs + module.lora_scaling * lora_outputs
     if module.has_bias:
         bias = _weight(module, f"{name}_bias", ranks)
         biases = bias.repeat_interleave(counts, 0, output_size=len(rows))
@@ -241,7 +241,7 @@ def _by_expert(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         outputs: Tensor = functional.grouped_mm(rows, weight, offs=offsets)
         return outputs
     parts = zip(rows.split(counts.tolist()), weight.unbind(), strict=True)
-    return torch.cat([part @ matrix for part, matrix in parts])
+    return torch.cat([expert_rows @ matrix for expert_rows, matrix in parts])
 
 
 def _weight(module: Any, name: str, ranks: ExpertRanks | None) -> Tensor:

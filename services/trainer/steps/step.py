@@ -305,11 +305,11 @@ class StepRunner:
             applied = self._updates.apply(moves=moves, loss=loss, num_steps=num_steps, scale=scale)
         update = Update(
             loss=loss,
-            grad_norm=applied.taken.grad_norm,
+            grad_norm=applied.optimizer_step.grad_norm,
             learning_rate=applied.learning_rate,
             outcome=applied.outcome,
             is_empty=not counts[0],
-            expert_counts=applied.taken.expert_counts,
+            expert_counts=applied.optimizer_step.expert_counts,
         )
         if self.critic is not None and update.outcome != "not_finite":
             with early.timer("critic"):

@@ -47,7 +47,7 @@ class AppliedUpdate:
     """Result of an update, which may have been skipped."""
 
     outcome: Outcome
-    taken: OptimizerStep
+    optimizer_step: OptimizerStep
     learning_rate: float
     """Learning rate that was applied; 0 if no weights changed."""
 

@@ -65,10 +65,10 @@ class Schema:
 
     def _check_column(self, column: FieldColumn, blobs: Sequence[BlobRef]) -> None:
         kind = _kind(column)
-        expected = self.kinds.get(column.name, kind)
-        if kind != expected:
+        expected_kind = self.kinds.get(column.name, kind)
+        if kind != expected_kind:
             raise InvalidArgumentError(
-                f"field {column.name!r}: expected {_text(expected)} as in this partition, got "
+                f"field {column.name!r}: expected {_text(expected_kind)} as in this partition, got "
                 f"{_text(kind)}; convert it first",
                 field=column.name,
             )

@@ -187,11 +187,11 @@ class SampleRecordKeeper:
         if self._runs.get(run_id) is run:
             del self._runs[run_id]
 
-    def _delete_ended_runs(self, wanted_bytes: int, kept: Collection[str]) -> None:
+    def _delete_ended_runs(self, wanted_bytes: int, active_runs: Collection[str]) -> None:
         """Deletes files of ended runs, the oldest first, until ``wanted_bytes`` more fit."""
         files = []
         for path in self._folder.glob("*.db"):
-            if path.stem not in kept:
+            if path.stem not in active_runs:
                 with suppress(FileNotFoundError):  # the start of another run deleted it
                     about = path.stat()
                     files.append((about.st_mtime, about.st_size, path))

@@ -88,7 +88,7 @@ class Workers:
         self.may_connect = asyncio.Event()
         self.may_connect.set()
         self.lost, self.has_rollout = False, True
-        self.others = []
+        self.other_workers = []
         self.turn = asyncio.Lock()
         self.trained, self.held_from = 0, 1
         self.version = -1
@@ -138,7 +138,7 @@ class Workers:
             critic=critic,
             weights=weights,
             serving=[],
-            others=self.others,
+            other_workers=self.other_workers,
             train_rows={"train": 64},
             heldout_rows={"heldout": 2},
         )

@@ -99,14 +99,14 @@ def test_quantized_weights_and_cache_take_half_the_memory() -> None:
 
 
 def test_a_shadow_that_does_not_fit_falls_back_to_inplace() -> None:
-    small = ModelSize(weights=50 * GB, sent=50 * GB, kv_per_token=1000, num_kv_heads=8)
+    small = ModelSize(weights=50 * GB, sent_weights=50 * GB, kv_per_token=1000, num_kv_heads=8)
     with pytest.raises(ValueError, match=r"shadow +50\.0 GB"):
         planned(small).check(most_tokens=1000)
     planned(small, copies=0).check(most_tokens=1000)
 
 
 def test_replicas_hold_all_weights_and_stages_their_layers() -> None:
-    size = ModelSize(weights=8 * GB, sent=8 * GB, kv_per_token=8000, num_kv_heads=2)
+    size = ModelSize(weights=8 * GB, sent_weights=8 * GB, kv_per_token=8000, num_kv_heads=2)
     assert planned(size, data_parallel_size=4).weights == 8 * GB
     staged = planned(size, tensor_parallel_size=4, pipeline_parallel_size=2)
     assert staged.weights == 1 * GB
@@ -115,7 +115,9 @@ def test_replicas_hold_all_weights_and_stages_their_layers() -> None:
 
 
 def test_an_argument_that_leaves_too_little_is_rejected_with_the_figure() -> None:
-    plan = planned(ModelSize(weights=15 * GB, sent=15 * GB, kv_per_token=57_344, num_kv_heads=4))
+    plan = planned(
+        ModelSize(weights=15 * GB, sent_weights=15 * GB, kv_per_token=57_344, num_kv_heads=4)
+    )
     assert engine_share(plan, VLLM, {"gpu_memory_utilization": 0.3}) == {}
     message = r"gpu_memory_utilization is 0.9.*17.0 of 80.0 GB.*0.75"
     with pytest.raises(ValueError, match=message):

@@ -181,8 +181,8 @@ class GenerationScheduler:
             is_queue_empty: True if the transferqueue lost all stored samples.
         """
         unscored, unwanted = await self._find_stored()
-        ready = self._ledger.in_state(GroupState.READY)
-        for group in (group for group in ready if group not in self.sample_index):
+        ready_groups = self._ledger.in_state(GroupState.READY)
+        for group in (group for group in ready_groups if group not in self.sample_index):
             self._ledger.requeue(group)
         assignments: dict[str, list[GroupAssignment]] = defaultdict(list)
         members = range(self._spec.now.samples_per_group)

@@ -134,8 +134,8 @@ class Evaluator:
         self._settled_step = max(self._settled_step, step)
         if version in self._record.versions:
             reason = None
-        missed, self._lost = self._lost, []
-        for evaluation in missed:
+        lost_evaluations, self._lost = self._lost, []
+        for evaluation in lost_evaluations:
             await self._report_missed(evaluation, EvaluationState.INTERRUPTED)
         interrupted, self._interrupted = self._interrupted, []
         for evaluation in interrupted:
@@ -382,7 +382,7 @@ class Evaluator:
 
     async def _await_samples(self, groups: Sequence[GroupAssignment]) -> EvaluationState:
         sizes = {group.group_id: len(group.members) for group in groups}
-        expected = sum(sizes.values())
+        num_samples = sum(sizes.values())
 
         def num_done() -> int:
             num_complete = sum(group_of(key) not in self._failed for key in self._samples)
@@ -390,7 +390,7 @@ class Evaluator:
 
         try:
             async with asyncio.timeout(self._spec.now.validation.timeout_s), self._changed:
-                await self._changed.wait_for(lambda: num_done() >= expected)
+                await self._changed.wait_for(lambda: num_done() >= num_samples)
         except TimeoutError:
             await self._rollout_pool.cancel([group.group_id for group in groups])
             return EvaluationState.TIMEOUT

@@ -44,7 +44,7 @@ class HostDrains:
     """True if an obstacle keeps the workers until the next notice."""
     _hosts: dict[str, DrainedHost] = field(default_factory=dict)
     _workers: dict[str, set[str]] = field(default_factory=dict)
-    _told: tuple[str, str] = ("", "")
+    _last_report: tuple[str, str] = ("", "")
 
     def add(self, host: DrainedHost, worker_ids: Collection[str]) -> None:
         """Adds workers of a drained host."""
@@ -66,7 +66,7 @@ class HostDrains:
         for name in empty:
             self.withdraw(name)
         if not self._hosts:
-            self._told = ("", "")
+            self._last_report = ("", "")
         return empty
 
     def leaving(self) -> set[str]:
@@ -84,9 +84,9 @@ class HostDrains:
         hosts = "; ".join(f"{name} ({host.reason})" for name, host in sorted(self._hosts.items()))
         self.is_held = bool(obstacle)
         report = (obstacle, f"{hosts} {workers}")
-        if report == self._told:
+        if report == self._last_report:
             return None
-        self._told = report
+        self._last_report = report
         message = f"drained: {hosts}; {workers} "
         message += f"stay: {why}" if obstacle else "leave"
         return Note("Draining", message, self._data(obstacle or "HostDrained"))

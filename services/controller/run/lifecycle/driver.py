@@ -367,16 +367,18 @@ class RunDriver:
         return is_finished
 
     async def _ready(self, absent: Collection[str]) -> None:
-        missing = sorted(absent)
+        absent_workers = sorted(absent)
         message = (
-            f"continues without {', '.join(missing)}" if missing else "all workers have loaded"
+            f"continues without {', '.join(absent_workers)}"
+            if absent_workers
+            else "all workers have loaded"
         )
-        data: dict[str, object] = {"absent": missing}
+        data: dict[str, object] = {"absent": absent_workers}
         if self._state is RunState.STARTING:
             workers = self._services.membership.workers(self._run_id)
             data["start_seconds"] = {worker.worker_id: worker.start_seconds() for worker in workers}
         await self._journal.record_event(Note("WorkersReady", message, data))
-        if not missing:
+        if not absent_workers:
             await self._sizing.confirm()
         if self._state is RunState.STARTING:
             await self._transition(RunEvent.READY, "WorkersReady")

@@ -154,8 +154,8 @@ class ElasticSizing:
                 present_workers -= moving
                 self._moving -= moving
                 await self.on_left(moving)
-            if missing := wanted_workers - present_workers:
-                present_workers |= await self._add_rollouts(missing, pipeline, request)
+            if missing_workers := wanted_workers - present_workers:
+                present_workers |= await self._add_rollouts(missing_workers, pipeline, request)
                 continue
             if pipeline.done() and (has_left or request is not None):
                 await self._report("Resized", len(wanted_workers), request)
@@ -183,12 +183,12 @@ class ElasticSizing:
     def missing_rollouts(self) -> set[str]:
         """Returns the rollouts that have not loaded and for which the run does not wait."""
         loaded, wanted_workers = self._loaded(), self._wanted()
-        missing = wanted_workers - loaded
+        missing_workers = wanted_workers - loaded
         # A colocated rollout has no free GPU on which to load while the trainer runs.
-        has_to_wait = any(map(self._spec.now.is_colocated, missing))
+        has_to_wait = any(map(self._spec.now.is_colocated, missing_workers))
         if wanted_workers & loaded and not has_to_wait:
-            return missing
-        return missing & (self._new() | set(self._launcher.queued(self._run_id)))
+            return missing_workers
+        return missing_workers & (self._new() | set(self._launcher.queued(self._run_id)))
 
     def present(self) -> set[str]:
         """Returns the rollouts with which the loops are entered, once they have loaded."""
@@ -207,7 +207,10 @@ class ElasticSizing:
         await self._journal.record_event(note, also=also)
 
     async def _add_rollouts(
-        self, missing: set[str], pipeline: asyncio.Future[TrainingPipeline], request: Request | None
+        self,
+        missing_workers: set[str],
+        pipeline: asyncio.Future[TrainingPipeline],
+        request: Request | None,
     ) -> set[str]:
         """Starts rollouts and adds to the run those that no queue holds back.
 
@@ -220,17 +223,17 @@ class ElasticSizing:
         self._failed.clear()
         while self._exited:
             await self._membership.unregister(self._run_id, self._exited.pop())
-        self._started |= missing
+        self._started |= missing_workers
         num_replicas = self._spec.now.rollout.replicas
         try:
-            joining = await self._load(missing, pipeline)
+            joining = await self._load(missing_workers, pipeline)
             if not joining or not joining <= self._wanted() & self._loaded():
                 return set()
             loaded = [w for w in self._membership.workers(self._run_id) if w.worker_id in joining]
             if not await (await pipeline).admit(loaded):
                 raise SizeChangedError
         except (ServiceError, ExceptionGroup) as error:
-            if not missing & self._new():
+            if not missing_workers & self._new():
                 raise
             why = "; ".join(str(leaf) for leaf in leaves(error))
             await self._keep_size(why, replicas=num_replicas, request=request)
@@ -239,7 +242,7 @@ class ElasticSizing:
         kind = "Replaced" if joining <= self._size else "Resized"
         self._size |= joining
         await pipeline.result().publisher.wait_all_serve()
-        absent = missing - joining
+        absent = missing_workers - joining
         await self._report(kind, num_replicas - len(absent), request, absent=absent)
         return joining
 
@@ -265,7 +268,7 @@ class ElasticSizing:
         await self._launcher.start(self._run_id, self._spec.now)
 
     async def _load(
-        self, missing: set[str], pipeline: asyncio.Future[TrainingPipeline]
+        self, missing_workers: set[str], pipeline: asyncio.Future[TrainingPipeline]
     ) -> set[str]:
         """Waits until rollouts have loaded, or the specification changes.
 
@@ -278,7 +281,7 @@ class ElasticSizing:
             return sorted(joining - self._loaded())
 
         async def load() -> None:
-            joining.update(await self._launcher.admitted(self._run_id, missing))
+            joining.update(await self._launcher.admitted(self._run_id, missing_workers))
             await self._membership.wait_until(
                 lambda: not unloaded(),
                 timeout_s=lambda: self._spec.now.limits.start_timeout_s,

@@ -257,20 +257,20 @@ async def _checkpoints(
     clock: Clock,
     launcher: Launcher,
 ) -> Checkpoints:
-    ready = await journal.read(ready_checkpoints)
+    checkpoints = await journal.read(ready_checkpoints)
     return Checkpoints(
         journal.run_id,
         keep=spec.now.trainer.checkpoint.keep,
         journal=journal,
         queue=queue,
         clock=clock,
-        unsaved_s=_unsaved_s(recovered, ready, now=clock.time()),
-        saved_step=ready[0].step if ready else recovered.start_step,
+        unsaved_s=_unsaved_s(recovered, checkpoints, now=clock.time()),
+        saved_step=checkpoints[0].step if checkpoints else recovered.start_step,
         why_volatile=partial(launcher.why_volatile, journal.run_id),
     )
 
 
-def _unsaved_s(recovered: Recovered, ready: Sequence[Checkpoint], *, now: float) -> float:
+def _unsaved_s(recovered: Recovered, checkpoints: Sequence[Checkpoint], *, now: float) -> float:
     """Returns how long work is unsaved, in seconds; lost rollouts do not reset it.
 
     It is infinite if the clock was set back before the newest checkpoint: how much time passed is unknown.
@@ -278,9 +278,9 @@ def _unsaved_s(recovered: Recovered, ready: Sequence[Checkpoint], *, now: float)
     Args:
         now: Seconds since the epoch.
     """
-    if recovered.step == (ready[0].step if ready else recovered.start_step):
+    if recovered.step == (checkpoints[0].step if checkpoints else recovered.start_step):
         return 0.0
-    since = ready[0].create_time if ready else recovered.run.start_time or now
+    since = checkpoints[0].create_time if checkpoints else recovered.run.start_time or now
     return now - since if now >= since else math.inf
 
 

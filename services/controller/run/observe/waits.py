@@ -123,12 +123,12 @@ class StallReporter:
         if self.activity() == "TRAINING":
             return "StepIsLong", "the trainer is training the batch"
         ledger = self.ledger
-        ready, running = ledger.count(GroupState.READY), ledger.count(*RUNNING)
-        readiness = f"{ready} of {self.groups_per_step} groups are finished"
+        num_ready, num_running = ledger.count(GroupState.READY), ledger.count(*RUNNING)
+        readiness = f"{num_ready} of {self.groups_per_step} groups are finished"
         counts = ", ".join(f"{count} {name}" for name, count in sorted(ledger.reasons().items()))
         drops = f"; dropped so far: {counts}" if counts else ""
-        if running:
-            return "WaitsForGroups", f"{readiness}, {running} are being generated{drops}"
+        if num_running:
+            return "WaitsForGroups", f"{readiness}, {num_running} are being generated{drops}"
         waiting = ledger.count(*WAITING)
         if waiting:
             return (

@@ -153,15 +153,15 @@ class CheckpointStore:
         query = query.select_from(CHECKPOINTS.join(RUNS))
         with self._database.read() as connection:
             rows = connection.execute(query).mappings().all()
-        ready = {row["path"]: row for row in rows if row["state"] == "READY"}
+        ready_rows = {row["path"]: row for row in rows if row["state"] == "READY"}
         newest: dict[str, int] = {}
-        for row in ready.values():
+        for row in ready_rows.values():
             newest[row["run_id"]] = max(row["step"], newest.get(row["run_id"], 0))
         return [
             Checkpoint(**{name: row[name] for name in Checkpoint.__slots__})
             for row in rows
             if row["state"] == "DELETED"
-            and row["path"] not in ready
+            and row["path"] not in ready_rows
             and not (is_url(row["path"]) and row["run_id"] in newest)
             # A rewound run may be saving its later steps again.
             and (not row["is_unfinished"] or row["step"] < newest.get(row["run_id"], 0))
@@ -253,10 +253,12 @@ class Checkpoints:
             also: Further write of the same transaction.
         """
         steps = {*keep_steps, *await self._journal.read(steps_in_use)}
-        ready = await self._journal.read(ready_checkpoints)
+        ready_rows = await self._journal.read(ready_checkpoints)
         if skipped_since is not None:
-            steps.update(row.step for row in ready if row.step < skipped_since)
-        replaced = sorted(_outdated([step, *(row.step for row in ready)], keep=self._keep) - steps)
+            steps.update(row.step for row in ready_rows if row.step < skipped_since)
+        replaced = sorted(
+            _outdated([step, *(row.step for row in ready_rows)], keep=self._keep) - steps
+        )
         begin = self._clock.monotonic()
         data = {"step": step, "replaces": replaced}
         await self._journal.record_event(
@@ -296,10 +298,10 @@ class Checkpoints:
         """
         state: CheckpointState = "READY"
         path, size_bytes, snapshot_id, message = "", 0, "", ""
-        ready = await self._journal.read(ready_checkpoints)
-        same = next((row for row in ready if row.step == step), None)
+        ready_rows = await self._journal.read(ready_checkpoints)
+        same = next((row for row in ready_rows if row.step == step), None)
         try:
-            snapshot_id, message = await self._save_samples({row.snapshot_id for row in ready})
+            snapshot_id, message = await self._save_samples({row.snapshot_id for row in ready_rows})
             if same is not None:
                 path, size_bytes = same.path, same.size_bytes
                 snapshot_id = snapshot_id or same.snapshot_id
@@ -356,8 +358,8 @@ class Checkpoints:
         # The trainer overwrites a step's folder, and deletes all but the newest folders.
         connection.execute(CHECKPOINTS.delete().where(of_run, table.step == checkpoint.step))
         connection.execute(CHECKPOINTS.insert().values(values))
-        ready = [row.step for row in ready_checkpoints(connection, self._run_id)]
-        outdated = _outdated(ready, keep=self._keep) - set(keep_steps)
+        ready_steps = [row.step for row in ready_checkpoints(connection, self._run_id)]
+        outdated = _outdated(ready_steps, keep=self._keep) - set(keep_steps)
         connection.execute(
             CHECKPOINTS.update()
             .where(of_run, table.state == "READY", table.step.in_(outdated))

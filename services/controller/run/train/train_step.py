@@ -165,13 +165,13 @@ class EarlyTraining:
         groups_sent: set[tuple[str, int]] = set()
 
         def due() -> list[Group]:
-            ready = self.ledger.in_state(GroupState.READY)
+            ready_groups = self.ledger.in_state(GroupState.READY)
             gate = self.scheduler.gate
-            if len(ready) >= gate.groups_per_step:
+            if len(ready_groups) >= gate.groups_per_step:
                 return []
             return [
                 group
-                for group in ready
+                for group in ready_groups
                 if (group.group_id, group.attempt) not in groups_sent
                 and not gate.is_stale(group.oldest_version, trainer_version=weight_version)
             ]

@@ -121,23 +121,23 @@ class WeightMembers:
             ServiceError: If one does not answer or cannot take part.
         """
         backend = self.backend()
-        joined = {w.worker_id: await self._connect(w.address) for w in rollouts}
+        clients = {w.worker_id: await self._connect(w.address) for w in rollouts}
         try:
-            await self._agree(joined)
+            await self._agree(clients)
             is_one_gpu = self._spec.backend == HANDLE or len(set(self._devices.values())) == 1
             is_reached = is_one_gpu if backend == HANDLE else not self._share_gpus()
             if not (is_reached or self._spec.is_stored):
                 return False
             self.backend()
-            self.rollouts |= joined
+            self.rollouts |= clients
             self._hosts |= {worker.worker_id: worker.host_id for worker in rollouts}
         finally:
-            for name in joined.keys() - self.rollouts.keys():
+            for name in clients.keys() - self.rollouts.keys():
                 self._devices.pop(name, None)
         return True
 
-    def peers(self, joined: Sequence[str]) -> dict[str, list[str]]:
-        """Returns serving rollouts as senders, each with the rollouts of ``joined`` on its host.
+    def peers(self, new_rollouts: Sequence[str]) -> dict[str, list[str]]:
+        """Returns serving rollouts as senders, each with the rollouts of ``new_rollouts`` on its host.
 
         Rollouts on the trainer's host are left out: the trainer itself is on their host.
         """
@@ -145,10 +145,10 @@ class WeightMembers:
         if not may_lend or self.backend() == HANDLE:
             return {}
         (trainer,) = self.sources
-        there = {self._hosts[name]: name for name in self.rollouts if name not in joined}
+        there = {self._hosts[name]: name for name in self.rollouts if name not in new_rollouts}
         there.pop(self._hosts[trainer], None)
         near: dict[str, list[str]] = {}
-        for name in joined:
+        for name in new_rollouts:
             if (peer := there.get(self._hosts[name])) is not None:
                 near.setdefault(peer, []).append(name)
         return near
@@ -181,7 +181,7 @@ class WeightMembers:
         Raises:
             FailedPreconditionError: If there is none; the message names the members' devices.
         """
-        wanted, mode = self._backend, MODES[self._mode]
+        backend, mode = self._backend, MODES[self._mode]
         device_types = {mode.wire_device(device) for device in self._devices.values()}
         if len(device_types) > 1:
             raise FailedPreconditionError(
@@ -190,14 +190,14 @@ class WeightMembers:
             )
         (device,) = device_types
         if self._spec.is_stored:
-            return wanted
-        if wanted == HANDLE and (device == "cpu" or len(set(self._devices.values())) == 1):
+            return backend
+        if backend == HANDLE and (device == "cpu" or len(set(self._devices.values())) == 1):
             return HANDLE
         fitting = transport_of(device)
-        if wanted not in ("auto", fitting):
+        if backend not in ("auto", fitting):
             raise FailedPreconditionError(
                 f"weight_sync.backend must be {fitting} or auto for transfers from {device} to {device} "
-                f"(mode {self._mode}), got {wanted}; set weight_sync.backend to auto, or weight_sync.mode "
+                f"(mode {self._mode}), got {backend}; set weight_sync.backend to auto, or weight_sync.mode "
                 f"to {HOST_MODE} to transfer through host memory"
             )
         return fitting
@@ -313,16 +313,16 @@ class WeightMembers:
             }
         )
         self._devices |= {name: answer.device for name, answer in answers.items()}
-        expected = self.plan.plan_hash
-        others = {
+        plan_hash = self.plan.plan_hash
+        other_hashes = {
             name: answer.plan_hash[:12]
             for name, answer in answers.items()
-            if answer.plan_hash != expected
+            if answer.plan_hash != plan_hash
         }
-        if others:
+        if other_hashes:
             raise DataLossError(
-                f"all members must make the weight plan {expected[:12]} of the controller, but got {others}; "
-                "install the same release everywhere"
+                f"all members must make the weight plan {plan_hash[:12]} of the controller, but got "
+                f"{other_hashes}; install the same release everywhere"
             )
 
     async def _connect(self, address: str) -> WeightSyncClient:

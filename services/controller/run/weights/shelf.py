@@ -57,17 +57,19 @@ class Shelf:
             return changes
         return (full_copy,)
 
-    def retain(self, limit: int, *, newest: int, read: Collection[str]) -> list[str]:
+    def retain(self, limit: int, *, newest: int, loading_names: Collection[str]) -> list[str]:
         """Removes copies beyond the limit; returns the names of all that stay, the least useful first.
 
         Args:
             limit: Number of copies that stay; newer versions and what is read stay in any case, and so
                 does the most useful copy: of the newest version, the whole one.
             newest: Newest version whose older ones may go.
-            read: Names of the copies that rollouts read now.
+            loading_names: Names of the copies that rollouts read now.
         """
         self.copies.sort(key=lambda copy: (copy.version, copy.base_version < 0))
-        for copy in [c for c in self.copies[:-1] if c.version < newest and c.name not in read]:
+        for copy in [
+            c for c in self.copies[:-1] if c.version < newest and c.name not in loading_names
+        ]:
             if len(self.copies) <= limit:
                 break
             self.copies.remove(copy)

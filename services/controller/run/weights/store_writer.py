@@ -197,14 +197,14 @@ class StoreWriter:
         Those that rollouts read stay, unless there are too many; their readers stop before they are deleted.
         """
         limit, followers = self._storage.keep - 1, self._followers
-        names = self._shelf.retain(limit, newest=followers.version, read=followers.copies)
+        names = self._shelf.retain(limit, newest=followers.version, loading_names=followers.copies)
         while True:
             # A damaged copy left the shelf, but another rollout may read it.
             names = [*(followers.copies - {*names}), *names]
             if len(names) <= limit:
                 break
             await followers.stop_readers(names[0])
-            names = self._shelf.retain(limit, newest=sys.maxsize, read=followers.copies)
+            names = self._shelf.retain(limit, newest=sys.maxsize, loading_names=followers.copies)
         await self._retain(names, timeout_s=self._deadline_s())
 
     async def _retain(self, names: Collection[str], *, timeout_s: float) -> None:

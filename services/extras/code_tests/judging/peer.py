@@ -248,10 +248,10 @@ class Peer:
     def _read(self, count: int) -> bytes:
         while len(self._buffer) < count:
             start = time.monotonic()
-            ready, _, _ = select.select([self._reader], [], [], self.patience_s)
+            readable, _, _ = select.select([self._reader], [], [], self.patience_s)
             if self.patience_s is not None:
                 self.patience_s = max(0.0, self.patience_s - (time.monotonic() - start))
-            chunk = os.read(self._reader, 1 << 20) if ready else b""
+            chunk = os.read(self._reader, 1 << 20) if readable else b""
             if not chunk:
                 raise PeerEndedError
             self._buffer += chunk
@@ -356,7 +356,7 @@ _SERVED: Final[Mapping[str, Callable[..., Any]]] = {
     "iterate": lambda _, value: _Iterator(iter(value)),
     "truth": lambda _, value: bool(value),
     "method": _method,
-    "operator": lambda _, name, one, other: getattr(operator, name)(one, other),
+    "operator": lambda _, name, left, right: getattr(operator, name)(left, right),
     "is_instance": lambda _, value, kind: isinstance(value, kind),
 }
 

@@ -308,12 +308,12 @@ class Truncation:
 
     def padded(self, size: int) -> "Truncation":
         """Returns a copy with additional rows that allow all tokens."""
-        missing = (0, size - len(self.top_p))
+        padding = (0, size - len(self.top_p))
         return Truncation(
-            top_p=pad(self.top_p, missing, value=1.0),
-            top_k=pad(self.top_k, missing),
-            min_p=pad(self.min_p, missing),
-            reported=pad(self.reported, missing),
+            top_p=pad(self.top_p, padding, value=1.0),
+            top_k=pad(self.top_k, padding),
+            min_p=pad(self.min_p, padding),
+            reported=pad(self.reported, padding),
         )
 
 

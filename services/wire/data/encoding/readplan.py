@@ -118,7 +118,7 @@ def _add_rows(plan: ReadPlan, column: FieldColumn, blobs: Sequence[BlobRef]) -> 
         if size:
             plan.extents.append(Extent(blobs[column.blob_indexes[0]], offset, size, position))
         return position + size
-    last_index, last_offset, expected = MISSING, -1, -1
+    last_index, last_offset, next_offset = MISSING, -1, -1
     extent = Extent(blobs[0], 0, 0, 0) if blobs else None
     for index, offset, length in zip(
         column.blob_indexes, column.offsets, column.lengths, strict=True
@@ -126,7 +126,7 @@ def _add_rows(plan: ReadPlan, column: FieldColumn, blobs: Sequence[BlobRef]) -> 
         size = length * row_bytes
         if size == 0:
             continue
-        if index == last_index and offset == expected and extent is not None:
+        if index == last_index and offset == next_offset and extent is not None:
             extent.size += size
         elif index == last_index and offset == last_offset:
             plan.copies.append((position - size, position, size))
@@ -135,6 +135,6 @@ def _add_rows(plan: ReadPlan, column: FieldColumn, blobs: Sequence[BlobRef]) -> 
         else:
             extent = Extent(blobs[index], offset, size, position)
             plan.extents.append(extent)
-        last_index, last_offset, expected = index, offset, offset + size
+        last_index, last_offset, next_offset = index, offset, offset + size
         position += size
     return position

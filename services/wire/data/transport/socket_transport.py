@@ -115,11 +115,11 @@ class SocketTransport:
         """Packs the first parts; the returned function sends all of them."""
         column_parts = [(n, part) for n, column in enumerate(columns) for part in column.parts()]
         frames = ((n, part.begin, *self._frame(part)) for n, part in column_parts)
-        ready = list(islice(frames, _AHEAD_PARTS))
+        first_frames = list(islice(frames, _AHEAD_PARTS))
 
         async def write(grant: codec.Granted) -> list[int]:
             digests: list[list[int]] = [[] for _ in columns]
-            for number, begin, frame, digest in chain(ready, frames):
+            for number, begin, frame, digest in chain(first_frames, frames):
                 self._connection.send_request(codec.Write(grant.blob_ids[number], begin), [frame])
                 digests[number].append(digest)
             return [combine(of_blob) for of_blob in digests]

@@ -37,7 +37,7 @@ def test_7b_with_adapters_fits_on_one_gpu_of_79_gb_by_default() -> None:
     spec = spec_of(lora=lora())
     memory = run_memory(spec, QWEN_7B, gpu_bytes=79 * GB, gpus=1)
     memory.check()
-    assert memory.chosen.trainer.activation_checkpointing is True
+    assert memory.spec.trainer.activation_checkpointing is True
     assert memory.trainer.parts["weights, frozen"] == 2 * 7_615_616_512
     adapters = 80_740_352
     assert memory.trainer.parts["weights, float32"] == 4 * adapters
@@ -47,7 +47,7 @@ def test_7b_with_adapters_fits_on_one_gpu_of_79_gb_by_default() -> None:
     rollout = plan_of(spec, QWEN_7B, gpu_bytes=79 * GB, roles=["trainer"])
     assert rollout == memory.rollout
     alone = fitted(spec, QWEN_7B, gpu_bytes=79 * GB, engines=1)
-    assert alone.trainer == memory.chosen.trainer
+    assert alone.trainer == memory.spec.trainer
 
 
 def test_more_memory_is_used_for_less_computation() -> None:

@@ -166,7 +166,7 @@ def _figures(spec: RunSpec, config: PretrainedConfig, size: int, gpus: int) -> d
     change = smallest_change(spec, config, gpu_bytes=size, gpus=gpus)
     devices = [str(number) for number in range(gpus)]
     return {
-        "chosen": memory.chosen.trainer.activation_checkpointing,
+        "chosen": memory.spec.trainer.activation_checkpointing,
         "trainer": {name: round(part) for name, part in trainer.parts.items()},
         "host": {name: round(part) for name, part in trainer.host.items()},
         "cached": round(trainer.cached),
@@ -177,7 +177,7 @@ def _figures(spec: RunSpec, config: PretrainedConfig, size: int, gpus: int) -> d
             "share": rollout.engine_share,
             "tokens": rollout.kv_tokens,
         },
-        "beside others": [round(beside.used), round(beside.others), beside.stays_awake],
+        "beside others": [round(beside.used), round(beside.other_workers), beside.stays_awake],
         "others": round(other_workers_bytes(roles, spec, config, gpu_bytes=size)),
         "stays": stays,
         "asleep": round(sleeping_memory(spec, config, gpu_bytes=size)),

@@ -126,8 +126,8 @@ def test_nothing_is_promised_where_the_prediction_is_off():
 def test_the_advice_does_not_deny_a_better_placement():
     found, rates = measured()
     advice = replace(advise(found, rates, SETTING), changes=())
-    assert "No change" in replace(advice, others={"colocated": 0.9}).remedy()
-    assert "No change" not in replace(advice, others={"colocated": 1.3}).remedy()
+    assert "No change" in replace(advice, placement_gains={"colocated": 0.9}).remedy()
+    assert "No change" not in replace(advice, placement_gains={"colocated": 1.3}).remedy()
 
 
 def test_given_rates_replace_others():

@@ -202,7 +202,7 @@ def test_a_run_at_lag_1_on_one_gpu_is_advised_to_use_lag_4() -> None:
     (change,) = [change for change in found.changes if change.key == "algorithm.max_staleness"]
     assert change.after == 4
     assert change.gain > 1.2
-    assert set(found.others) == {"colocated"}
+    assert set(found.placement_gains) == {"colocated"}
     _, measured = duel()
     gain = measured[way(4)] / measured[way(1)]
     assert change.gain == pytest.approx(gain, rel=0.1)

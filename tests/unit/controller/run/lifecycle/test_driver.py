@@ -149,7 +149,7 @@ async def test_a_scoring_worker_that_cannot_reach_the_transferqueue_is_reported(
 ):
     monkeypatch.setattr("services.controller.run.pipeline.CUT_OFF_EVERY_S", 0.01)
     scorer = SimpleNamespace(worker_id="ref_logp-0", is_cut_off=True, activity="tq:1 is away")
-    workers.others = [scorer]
+    workers.other_workers = [scorer]
     workers.may_train.clear()
     async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
         run_id = (await manager.create(Submission(spec=specification())))[0].run_id

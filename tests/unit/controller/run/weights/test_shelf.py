@@ -38,9 +38,9 @@ def test_the_whole_version_is_read_if_it_is_smaller_than_the_changes():
 
 def test_the_oldest_copies_go_but_neither_the_newest_nor_those_that_are_read():
     shelf = Shelf([copy(1), copy(2), copy(3), copy(4)])
-    assert shelf.retain(2, newest=4, read={"-1-1"}) == ["-1-1", "-1-4"]
-    assert shelf.retain(1, newest=4, read={"-1-1"}) == ["-1-1", "-1-4"]
-    assert shelf.retain(1, newest=4, read=()) == ["-1-4"]
+    assert shelf.retain(2, newest=4, loading_names={"-1-1"}) == ["-1-1", "-1-4"]
+    assert shelf.retain(1, newest=4, loading_names={"-1-1"}) == ["-1-1", "-1-4"]
+    assert shelf.retain(1, newest=4, loading_names=()) == ["-1-4"]
 
 
 def test_a_damaged_copy_is_not_read_again():
@@ -51,10 +51,10 @@ def test_a_damaged_copy_is_not_read_again():
 
 def test_a_copy_of_the_version_that_is_being_written_stays():
     shelf = Shelf([copy(1), copy(2, 1), copy(2), copy(3, 2)])
-    assert shelf.retain(1, newest=2, read=()) == ["1-2", "-1-2", "2-3"]
+    assert shelf.retain(1, newest=2, loading_names=()) == ["1-2", "-1-2", "2-3"]
 
 
 def test_the_whole_copy_of_the_newest_version_stays_longest():
     shelf = Shelf([copy(2), copy(2, 1), copy(3), copy(3, 2)])
-    assert shelf.retain(3, newest=9, read=()) == ["-1-2", "2-3", "-1-3"]
-    assert shelf.retain(1, newest=9, read=()) == ["-1-3"]
+    assert shelf.retain(3, newest=9, loading_names=()) == ["-1-2", "2-3", "-1-3"]
+    assert shelf.retain(1, newest=9, loading_names=()) == ["-1-3"]
