@@ -12,7 +12,8 @@ from typing import Final, Literal
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TaskGroupError
-from services.common.runspec.workers import WORKERS, possible_kinds, scoring_ranks, total_gpus
+from services.common.runspec.worker_kinds import total_gpus
+from services.common.runspec.workers import WORKERS, possible_kinds, scoring_ranks
 
 PodTopology = Literal["separate", "bundled"]
 """A pod per worker, or all workers of a run in one pod (``workers.topology`` of the chart)."""

@@ -15,7 +15,7 @@ from services.common.runspec.keys import flat
 from services.common.runspec.loader import load_spec, parse_spec
 from services.common.runspec.rollout import REWARDS
 from services.common.runspec.run import RunSpec
-from services.common.runspec.workers import total_gpus
+from services.common.runspec.worker_kinds import total_gpus
 from tests.helpers.pages import ROOT, example
 
 FOLDER = ROOT / "examples" / "seeds"

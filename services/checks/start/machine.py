@@ -17,7 +17,7 @@ from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TaskGroupError
 from services.common.runspec.trackers import TRACKERS
-from services.common.runspec.workers import gpu_needs, total_gpus, worker_names
+from services.common.runspec.worker_kinds import gpu_needs, total_gpus, worker_names
 from services.controller.launch.gpus import host_gpus
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from services.common.runspec.rules import parallelism, placement, train_engine
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TopologySpec
 from services.common.runspec.trainer import LoraSpec
-from services.common.runspec.workers import gpu_hosts, gpu_needs, total_gpus, worker_names
+from services.common.runspec.worker_kinds import gpu_hosts, gpu_needs, total_gpus, worker_names
 from services.controller.launch.gpus import HostGpus
 
 

@@ -4,94 +4,23 @@ Launchers, placement, membership, the planner, the chart and the trainer read th
 is an entry point of the group ``slipstream.worker_roles`` (docs/adding.md).
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 from services.common.doors import Door
 
-if TYPE_CHECKING:
-    from services.common.runspec.algorithm import AlgorithmSpec
-    from services.common.runspec.data import DataSpec
-    from services.common.runspec.rollout import RolloutSpec
-    from services.common.runspec.trainer import TrainerSpec
+_Spec = Any
+"""A ``RunSpec``, whose module imports this one."""
+_Topology = Any
+"""A ``TopologySpec``, likewise."""
 
 
-class TopologyView(Protocol):
-    """The part of ``TopologySpec`` that the kinds of workers read."""
-
-    @property
-    def task_groups(self) -> Sequence[Sequence[str]]:
-        """Groups of tasks with separate GPUs."""
-
-    @property
-    def scoring_ranks(self) -> int:
-        """Number of processes of one worker that only scores."""
-
-    def own_gpus(self, task: str) -> int:
-        """Returns the GPUs of a task that runs outside of the trainer; 0 if it runs inside."""
-
-
-class SpecView(Protocol):
-    """The part of ``RunSpec`` that the kinds of workers read; that module imports this one."""
-
-    @property
-    def algorithm(self) -> "AlgorithmSpec":
-        """Advantage, loss, off-policy correction and staleness."""
-
-    @property
-    def data(self) -> "DataSpec":
-        """Training and held-out prompts."""
-
-    @property
-    def rollout(self) -> "RolloutSpec":
-        """Generation and rewards."""
-
-    @property
-    def trainer(self) -> "TrainerSpec":
-        """Batch, optimizer, precision, parallelism and checkpoints."""
-
-    @property
-    def weight_sync(self) -> Any:
-        """Transfer of weights."""
-
-    @property
-    def teacher(self) -> Any:
-        """Teacher of a distillation; None without one."""
-
-    @property
-    def topology(self) -> TopologyView:
-        """Assignment of GPUs to tasks."""
-
-    @property
-    def distillation(self) -> Any:
-        """The divergence from the teacher's distributions; None unless the loss is one."""
-
-    @property
-    def engine_gpus(self) -> int:
-        """GPUs of one rollout."""
-
-    @property
-    def runs_engines(self) -> bool:
-        """True if rollouts have an engine that runs where they do."""
-
-    @property
-    def needs_proximal(self) -> bool:
-        """True if training needs logprobs of the weights at the start of the step."""
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if the trainer computes logprobs of a reference."""
-
-    def is_colocated(self, worker_id: str) -> bool:
-        """Returns True if a worker is a rollout on the trainer's GPUs."""
-
-
-def _one(spec: SpecView) -> int:
+def _one(spec: _Spec) -> int:
     return 1
 
 
-def _nothing(spec: SpecView) -> tuple[str, ...]:
+def _nothing(spec: _Spec) -> tuple[str, ...]:
     return ()
 
 
@@ -120,15 +49,15 @@ class WorkerKind:
     with the process's settings as its argument."""
     follow: str = ""
     """Reference of the coroutine of the other ranks, with a ``FollowerStart`` as its argument."""
-    count: Callable[[SpecView], int] | None = None
+    count: Callable[[_Spec], int] | None = None
     """Number of workers; None if its task's own GPUs determine it."""
-    ranks: Callable[[SpecView], int] = _one
+    ranks: Callable[[_Spec], int] = _one
     """Number of processes of one worker."""
-    gpus: Callable[[SpecView], int] | None = None
+    gpus: Callable[[_Spec], int] | None = None
     """Number of GPUs of one worker on hosts that have GPUs; None for one per process."""
-    unit: Callable[[SpecView], int] = _one
+    unit: Callable[[_Spec], int] = _one
     """The number of GPUs of its task is a multiple of this number."""
-    problems: Callable[[SpecView], Iterable[str]] = _nothing
+    problems: Callable[[_Spec], Iterable[str]] = _nothing
     """Problems of a run in which its task has its own GPUs."""
     trains: bool = False
     """True if it has an optimizer."""
@@ -142,7 +71,7 @@ class WorkerKind:
     before the step."""
     adds: tuple[str, ...] = ()
     """Fields of samples without which the trainer refuses a batch if the kind has workers."""
-    gauges: Callable[[SpecView], Collection[str]] = _nothing
+    gauges: Callable[[_Spec], Collection[str]] = _nothing
     """Gauges that its heartbeats have once it has loaded."""
 
     @property
@@ -157,12 +86,13 @@ class WorkerKind:
     def settings_prefix(self) -> str:
         return f"SLIPSTREAM_{self.program.upper()}_"
 
-    def num_workers(self, spec: SpecView) -> int:
+    def num_workers(self, spec: _Spec) -> int:
         if self.count is not None:
             return self.count(spec)
-        return spec.topology.own_gpus(self.task) // max(1, self.ranks(spec))
+        num_gpus: int = spec.topology.own_gpus(self.task)
+        return num_gpus // max(1, self.ranks(spec))
 
-    def num_gpus(self, spec: SpecView) -> int:
+    def num_gpus(self, spec: _Spec) -> int:
         """Returns the number of GPUs of one worker, on hosts that have GPUs."""
         return (self.gpus or self.ranks)(spec)
 
@@ -186,7 +116,7 @@ def task_aliases() -> dict[str, str]:
     return {alias: kind.task for kind in WORKERS.values() for alias in kind.aliases}
 
 
-def kinds_with_own_gpus(topology: TopologyView) -> dict[str, WorkerKind]:
+def kinds_with_own_gpus(topology: _Topology) -> dict[str, WorkerKind]:
     """Returns the optional kinds with their own GPUs, by role; their tasks run outside of the trainer."""
     return {
         role: kind
@@ -195,7 +125,7 @@ def kinds_with_own_gpus(topology: TopologyView) -> dict[str, WorkerKind]:
     }
 
 
-def needs_whole_weights(topology: TopologyView) -> bool:
+def needs_whole_weights(topology: _Topology) -> bool:
     """Returns True if a kind with its own GPUs receives weights and cannot merge adapters."""
     return any(
         kind.receives_weights and not kind.merges_adapters
@@ -203,72 +133,18 @@ def needs_whole_weights(topology: TopologyView) -> bool:
     )
 
 
-def _policy_unit(spec: SpecView) -> int:
-    trainer = spec.trainer
-    return trainer.tensor_parallel * trainer.context_parallel * trainer.pipeline_parallel
-
-
-def scoring_ranks(spec: SpecView) -> int:
+def scoring_ranks(spec: _Spec) -> int:
     """Returns the number of processes of one worker that only scores (``topology.scoring_ranks``)."""
-    return spec.topology.scoring_ranks
+    ranks: int = spec.topology.scoring_ranks
+    return ranks
 
 
-def _critic_problems(spec: SpecView) -> Iterator[str]:
-    """Yields problems of a critic that computes returns from stored samples only."""
-    if not spec.algorithm.advantage_kind.needs_critic:
-        yield (
-            "topology.task_groups gives critic its own GPUs, but algorithm.advantage "
-            f"{spec.algorithm.advantage!r} has no critic; set it to 'gae', or remove critic"
-        )
-    if spec.needs_reference and spec.algorithm.kl.placement == "reward":
-        yield (
-            "topology.task_groups gives critic its own GPUs, but algorithm.kl.placement 'reward' changes "
-            "rewards in the trainer, and the critic would not receive them; set it to 'loss', or put critic "
-            "into the group of train"
-        )
-
-
-TRAINER: Final = WorkerKind(
-    tasks=("train",),
-    aliases=("actor-train", "actor_train", "actor"),
-    is_required=True,
-    serve="services.trainer.worker:serve_trainer",
-    follow="services.trainer.worker:follow_trainer",
-    count=_one,
-    ranks=lambda spec: spec.trainer.world_size,
-    unit=_policy_unit,
-    trains=True,
-)
-ROLLOUT: Final = WorkerKind(
-    tasks=("generate", "reward"),
-    aliases=("rollout",),
-    is_required=True,
-    is_alone=True,
-    program="rollout",
-    count=lambda spec: spec.rollout.replicas,
-    gpus=lambda spec: spec.engine_gpus if spec.runs_engines else 0,
-    unit=lambda spec: spec.engine_gpus,
-    receives_weights=True,
-    merges_adapters=True,
-    gauges=lambda spec: [rows_gauge(split) for split in spec.data.sets],
-)
-CRITIC: Final = WorkerKind(
-    tasks=("critic",),
-    is_alone=True,
-    serve="services.trainer.worker:serve_critic",
-    follow="services.trainer.worker:follow_critic",
-    ranks=lambda spec: spec.topology.own_gpus("critic"),
-    problems=_critic_problems,
-    trains=True,
-    scores="batches",
-    adds=("values",),
-)
 WORKERS: Final = Door("worker_roles", WorkerKind)
 """Kinds of workers by role; an installed package has them in alphabetical order."""
 _REQUIRED: Final = ("trainer", "rollout")
 
 
-def possible_kinds(topology: TopologyView) -> Mapping[str, WorkerKind]:
+def possible_kinds(topology: _Topology) -> Mapping[str, WorkerKind]:
     """Returns the kinds that a run may have, as they are placed: the trainer, the rollouts, the others.
 
     The others are only imported with task groups.
@@ -277,28 +153,3 @@ def possible_kinds(topology: TopologyView) -> Mapping[str, WorkerKind]:
         [role for role in WORKERS if role not in _REQUIRED] if topology.task_groups else ()
     )
     return {role: WORKERS[role] for role in (*_REQUIRED, *further_roles)}
-
-
-def worker_names(spec: SpecView) -> list[tuple[str, str]]:
-    return [
-        (role, f"{role.replace('_', '-')}-{index}")
-        for role, kind in possible_kinds(spec.topology).items()
-        for index in range(kind.num_workers(spec))
-    ]
-
-
-def gpu_needs(spec: SpecView) -> dict[str, int]:
-    """Returns the number of GPUs of each worker of a run, by name."""
-    return {worker_id: WORKERS[role].num_gpus(spec) for role, worker_id in worker_names(spec)}
-
-
-def gpu_hosts(spec: SpecView) -> dict[str, str]:
-    """Maps each colocated worker to the worker whose GPUs it uses."""
-    names = [worker_id for _, worker_id in worker_names(spec)]
-    return {worker_id: "trainer-0" for worker_id in names if spec.is_colocated(worker_id)}
-
-
-def total_gpus(spec: SpecView) -> int:
-    """Returns the number of GPUs of all workers of a run; shared ones count once."""
-    hosts = gpu_hosts(spec)
-    return sum(count for name, count in gpu_needs(spec).items() if name not in hosts)

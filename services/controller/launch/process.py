@@ -18,7 +18,8 @@ from services.common.host import free_port, usable_processors
 from services.common.parent import module_command
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
-from services.common.runspec.workers import WORKERS, gpu_hosts, gpu_needs, worker_names
+from services.common.runspec.worker_kinds import gpu_hosts, gpu_needs, worker_names
+from services.common.runspec.workers import WORKERS
 from services.common.security.confinement import CodePolicy
 from services.common.security.credentials import current_identity
 from services.common.task_group import TaskGroup

@@ -19,7 +19,8 @@ from services.common.errors import (
 from services.common.fields import ROLLOUT_FIELDS, partition_id
 from services.common.rpc.client import open_channel
 from services.common.runspec.run import RunSpec
-from services.common.runspec.workers import WORKERS, kinds_with_own_gpus, rows_gauge, worker_names
+from services.common.runspec.worker_kinds import worker_names
+from services.common.runspec.workers import WORKERS, kinds_with_own_gpus, rows_gauge
 from services.controller.membership import Membership, Worker
 from services.controller.run.dispatch.rollout_pool import RolloutPool
 from services.controller.run.scorers import BatchScoring, CriticClient

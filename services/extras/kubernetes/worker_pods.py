@@ -19,15 +19,8 @@ import yaml
 from services.checks.pods import PodTopology, nodes_of, pod_problems, pod_topology
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.run import RunSpec
-from services.common.runspec.workers import (
-    WORKERS,
-    WorkerKind,
-    gpu_hosts,
-    gpu_needs,
-    programs,
-    total_gpus,
-    worker_names,
-)
+from services.common.runspec.worker_kinds import gpu_hosts, gpu_needs, total_gpus, worker_names
+from services.common.runspec.workers import WORKERS, WorkerKind, programs
 from services.common.stores import is_url
 from services.controller.launch.gpus import HostGpus
 from services.extras.kubernetes import gang, job_set

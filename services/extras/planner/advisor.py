@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from services.common.runspec.run import RunSpec, default_slots
-from services.common.runspec.workers import total_gpus
+from services.common.runspec.worker_kinds import total_gpus
 from services.controller.run.observe.observers import ObserverArgs
 from services.controller.store.records import Note
 from services.extras.planner.advice import Advice, advise

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from typing import Final
 
+from services.common.runspec.run import RunSpec
 from services.common.runspec.weight_modes import HOST_MODE, MODES
-from services.common.runspec.workers import SpecView, WorkerKind, scoring_ranks
+from services.common.runspec.workers import WorkerKind, scoring_ranks
 
 
-def _logp_problems(spec: SpecView) -> Iterator[str]:
+def _logp_problems(spec: RunSpec) -> Iterator[str]:
     topology = spec.topology
     if not spec.needs_proximal:
         yield (
@@ -35,7 +36,7 @@ def _logp_problems(spec: SpecView) -> Iterator[str]:
         )
 
 
-def _ref_logp_problems(spec: SpecView) -> Iterator[str]:
+def _ref_logp_problems(spec: RunSpec) -> Iterator[str]:
     if not spec.needs_reference:
         yield (
             "topology.task_groups gives ref_logp its own GPUs, but algorithm.kl.coefficient is 0, "

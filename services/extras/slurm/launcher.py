@@ -19,7 +19,7 @@ import psutil
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
-from services.common.runspec.workers import gpu_hosts, worker_names
+from services.common.runspec.worker_kinds import gpu_hosts, worker_names
 from services.common.security.confinement import CodePolicy
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import ExitHandler, LauncherDefaults, WorkerExit

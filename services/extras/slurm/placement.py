@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.runspec.run import RunSpec
-from services.common.runspec.workers import WORKERS, gpu_hosts, worker_names
+from services.common.runspec.worker_kinds import gpu_hosts, worker_names
+from services.common.runspec.workers import WORKERS
 
 
 class PlacementError(RuntimeError):

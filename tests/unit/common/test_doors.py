@@ -15,7 +15,7 @@ from services.common.runspec.data import SOURCES
 from services.common.runspec.engines import EngineKind
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.rollout import AGENTS, REWARDS, SANDBOXES, WORKFLOWS
-from services.common.runspec.workers import worker_names
+from services.common.runspec.worker_kinds import worker_names
 from tests.helpers.packages import install, install_from
 from tests.helpers.pages import example
 from tests.helpers.specs import changed
@@ -175,7 +175,7 @@ def test_a_broken_optimizer_or_role_stops_runs_that_name_it_only(
 def test_a_run_without_task_groups_imports_no_role_of_an_extra() -> None:
     code = (
         "import sys\n"
-        "from services.common.runspec.workers import worker_names\n"
+        "from services.common.runspec.worker_kinds import worker_names\n"
         "from tests.helpers.specs import spec_with\n"
         "worker_names(spec_with())\n"
         "print([name for name in sys.modules if name.startswith('services.extras')])"

@@ -14,7 +14,7 @@ from services.common.errors import FailedPreconditionError
 from services.common.runspec.keys import flat
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
-from services.common.runspec.workers import total_gpus
+from services.common.runspec.worker_kinds import total_gpus
 from services.extras.kubernetes import gang, job_set
 from services.extras.kubernetes.pod_resources import more
 from services.extras.kubernetes.worker_pods import (

@@ -21,7 +21,7 @@ from contextlib import suppress
 from services.common.errors import ServiceError, UnavailableError
 from services.common.lifetime import OUTAGE_EXIT
 from services.common.runspec.run import RunSpec
-from services.common.runspec.workers import worker_names
+from services.common.runspec.worker_kinds import worker_names
 from services.common.task_group import TaskGroup, leaves, until_first, unwrapped
 from services.controller.launch.launcher import WorkerExit, log_command
 from services.controller.rules.run_state import VOLATILE, RunEvent, RunState

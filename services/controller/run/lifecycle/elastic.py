@@ -20,7 +20,7 @@ import sqlalchemy as sa
 
 from services.common.errors import ServiceError
 from services.common.runspec.run import RunSpec
-from services.common.runspec.workers import worker_names
+from services.common.runspec.worker_kinds import worker_names
 from services.common.task_group import leaves, until_first
 from services.controller.launch.launcher import Launcher, WorkerExit
 from services.controller.membership import Membership

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from services.common.fields import new_id
 from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
 from services.common.runspec.run import RunSpec
-from services.common.runspec.workers import total_gpus
+from services.common.runspec.worker_kinds import total_gpus
 from services.controller.rules.mismatch import without_quantization
 from services.controller.store.database import Database
 from services.controller.store.records import RELEASE, Needs

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from services.common.rpc.client import open_channel
-from services.common.runspec.workers import gpu_hosts
+from services.common.runspec.worker_kinds import gpu_hosts
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import Launcher
 from services.controller.membership import Membership, Worker

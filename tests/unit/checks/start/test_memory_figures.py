@@ -20,7 +20,7 @@ from services.common.memory.trainer import (
 )
 from services.common.runspec.base import in_yaml
 from services.common.runspec.run import RunSpec
-from services.common.runspec.workers import total_gpus
+from services.common.runspec.worker_kinds import total_gpus
 from tests.helpers.configs import qwen_7b
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.specs import spec_with

@@ -4,7 +4,7 @@ import pytest
 
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.loader import parse_spec
-from services.common.runspec.workers import gpu_needs, total_gpus
+from services.common.runspec.worker_kinds import gpu_needs, total_gpus
 from services.controller.launch.gpus import HostGpus, host_gpus
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.common.runspec.loader import SpecError, parse_spec
-from services.common.runspec.workers import gpu_needs
+from services.common.runspec.worker_kinds import gpu_needs
 from services.common.security.confinement import CodePolicy
 from services.controller.manager.spec_policy import admin_reasons
 from tests.helpers.specs import changed

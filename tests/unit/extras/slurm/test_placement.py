@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.runspec.loader import SpecError
-from services.common.runspec.workers import WORKERS, gpu_needs, worker_names
+from services.common.runspec.worker_kinds import gpu_needs, worker_names
+from services.common.runspec.workers import WORKERS
 from services.extras.slurm.placement import Node, PlacementError, Placements
 from services.extras.slurm.rules import problems
 from tests.helpers.specs import spec_with
