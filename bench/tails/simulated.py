@@ -88,7 +88,7 @@ class SimulatedRun:
         self._caches = Caches()
         self._ledger = Ledger(max_attempts=self._spec.now.rollout.max_attempts)
         self._generation: GenerationScheduler
-        self._order = PromptOrder(Mixture({"train": _ROWS}), seed=0, shuffle=False)
+        self._prompt_order = PromptOrder(Mixture({"train": _ROWS}), seed=0, shuffle=False)
         self._rollouts: dict[str, SimulatedRollout] = {}
         self._killed: list[SimulatedRollout] = []
         self._background: list[asyncio.Task[None]] = []
@@ -239,7 +239,7 @@ class SimulatedRun:
         )
         shared: dict[str, Any] = {
             "ledger": self._ledger,
-            "order": self._order,
+            "prompt_order": self._prompt_order,
             "journal": self._journal,
             "rollout_pool": _LocalReplicas(self._rollouts),
             "sample_index": stored,

@@ -78,8 +78,8 @@ async def place_in_workers(
             for segment in bucket_parts(plan, source, index)
             for spec in [plan.tensors[segment.tensor]]
         ]
-        order = json.dumps({"slot": slot, "parts": segments})
-        asyncio.run_coroutine_threadsafe(load(order), loop).result(_PLACE_TIMEOUT_S)
+        command = json.dumps({"slot": slot, "parts": segments})
+        asyncio.run_coroutine_threadsafe(load(command), loop).result(_PLACE_TIMEOUT_S)
 
     return place
 
@@ -98,7 +98,7 @@ _WRITERS: "WeakKeyDictionary[nn.Module, BucketWriter]" = WeakKeyDictionary()
 
 @torch.no_grad()
 def handle_weight_command(
-    order: str,
+    text: str,
     model: nn.Module,
     *,
     rank: int,
@@ -109,16 +109,16 @@ def handle_weight_command(
     """Executes a command of :func:`place_in_workers` in a worker.
 
     Args:
-        order: JSON command.
+        text: JSON command.
         rank: This worker's rank of tensor parallelism.
         ranks: Number of ranks of tensor parallelism.
         has_plain_experts: As in :func:`~services.extras.external_engine.layout.plan_pieces`.
         make_writer: Makes the writer of a model whose parameters are not those of the checkpoint.
 
     Returns:
-        False if ``order`` is no such command.
+        False if ``text`` is no such command.
     """
-    command: Mapping[str, Any] = json.loads(order)
+    command: Mapping[str, Any] = json.loads(text)
     if "slot" in command:
         _WRITERS[model].write(command["slot"], command["parts"])
         return True

@@ -364,9 +364,11 @@ class Fleet:
         }
         # With no majority another server decides each time: the trainer's logprobs show which one is right.
         self._num_scored += 1
-        order = sorted(scores)
-        first = self._num_scored % len(order)
-        reference = max(order[first:] + order[:first], key=lambda address: agreeing[address])
+        addresses = sorted(scores)
+        first = self._num_scored % len(addresses)
+        reference = max(
+            addresses[first:] + addresses[:first], key=lambda address: agreeing[address]
+        )
         assert version is not None
         self._canary = _Canary(version, tuple(token_ids), scores[reference])
         for server in servers:

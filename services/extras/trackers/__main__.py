@@ -129,12 +129,12 @@ class Writer:
         moment, split = self._due
         maximum = self._spec.samples
         due_samples: dict[str, SampleView] = {}
-        for order, number in (("best", (maximum + 1) // 2), ("worst", maximum // 2)):
+        for ranking, number in (("best", (maximum + 1) // 2), ("worst", maximum // 2)):
             operation = ListSamples(
                 run_id=self._run.id,
                 split=split,
                 step=moment.step,
-                order_by=order,
+                order_by=ranking,
                 page_size=max(number, 1),
                 excerpt=_EXCERPT,
             )

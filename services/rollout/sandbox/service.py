@@ -118,8 +118,10 @@ class SandboxService:
 
 
 async def _run(sandbox: EpisodeSandbox, request: Request) -> Response:
-    order = _Command.model_validate_json(await request.body())
-    result = await sandbox.run(order.command, timeout_s=order.timeout_s, stdin=order.stdin.encode())
+    command = _Command.model_validate_json(await request.body())
+    result = await sandbox.run(
+        command.command, timeout_s=command.timeout_s, stdin=command.stdin.encode()
+    )
     return JSONResponse({**asdict(result), "output": result.text})
 
 

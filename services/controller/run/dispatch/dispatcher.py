@@ -52,7 +52,7 @@ class Dispatcher:
         run_id: str,
         *,
         ledger: Ledger,
-        order: PromptOrder,
+        prompt_order: PromptOrder,
         journal: Journal,
         rollout_pool: RolloutPool,
         sample_index: SampleIndex,
@@ -62,7 +62,7 @@ class Dispatcher:
         self._run_id = run_id
         self._partition = partition_id(run_id, "train")
         self._ledger = ledger
-        self._order = order
+        self._prompt_order = prompt_order
         self._journal = journal
         self._rollout_pool = rollout_pool
         self._sample_index = sample_index
@@ -242,7 +242,7 @@ class Dispatcher:
             # Stored tokens keep their weight versions.
             self._ledger.interrupt(group)
             if not self._ledger.stall(group):
-                self._order.quarantine(group.row)
+                self._prompt_order.quarantine(group.row)
         names = ", ".join(stalled)
         message = f"reclaimed from rollouts that generated no token for {patience_s:.0f} s: {names}"
         data = {"groups": [*stalled], "reason": "stalled"}
@@ -315,7 +315,7 @@ class Dispatcher:
         return 2 * spec.limits.stall_timeout_s + asleep_s
 
     def assignment(self, group: Group, members: Sequence[int]) -> GroupAssignment:
-        split, row = self._order.mixture.place(group.row)
+        split, row = self._prompt_order.mixture.place(group.row)
         return GroupAssignment(
             group_id=group.group_id,
             attempt=group.attempt,
@@ -334,10 +334,10 @@ class Dispatcher:
 
     def _tried(self, group: Group) -> PromptHistory | None:
         """Returns the prompt's history for the curriculum's function; None if it is not called."""
-        curriculum, difficulty = self._spec.now.data.curriculum, self._order.difficulty
+        curriculum, difficulty = self._spec.now.data.curriculum, self._prompt_order.difficulty
         if curriculum is None or curriculum.function is None or difficulty is None:
             return None
-        maximum = min(self._order.mixture.num_rows, _MAX_DEFERRED)
+        maximum = min(self._prompt_order.mixture.num_rows, _MAX_DEFERRED)
         # A group that was interrupted or lost was accepted before and may have tokens.
         if group.attempt > 1 + group.failures or self.num_deferred >= maximum:
             return None
@@ -389,10 +389,10 @@ class Dispatcher:
         return groups + [self._issue() for _ in range(num_new)]
 
     def _issue(self) -> Group:
-        row = self._order.next_row(step=max(self.published_step, 0))
+        row = self._prompt_order.next_row(step=max(self.published_step, 0))
         if row is None:
             raise GenerationError(
                 "every prompt of data.train is quarantined; first failure: "
                 f"{self.first_failure or 'in an earlier attempt, see the GroupFailed events'}"
             )
-        return self._ledger.issue(row, position=self._order.position)
+        return self._ledger.issue(row, position=self._prompt_order.position)

@@ -76,11 +76,16 @@ class GroupFailures:
     """
 
     def __init__(
-        self, spec: CurrentSpec, *, ledger: Ledger, order: PromptOrder, dispatcher: Dispatcher
+        self,
+        spec: CurrentSpec,
+        *,
+        ledger: Ledger,
+        prompt_order: PromptOrder,
+        dispatcher: Dispatcher,
     ) -> None:
         self._spec = spec
         self._ledger = ledger
-        self._order = order
+        self._prompt_order = prompt_order
         self._dispatcher = dispatcher
         self._consecutive: list[str] = []
 
@@ -90,15 +95,15 @@ class GroupFailures:
             "group failed",
             extra={"group": failure.group_id, "reason": failure.reason, "why": failure.message},
         )
-        why = f"{self._order.mixture.name(group.row)}: {failure.reason}: {failure.message}"
+        why = f"{self._prompt_order.mixture.name(group.row)}: {failure.reason}: {failure.message}"
         if failure.reason not in _OF_THE_ROW:
             self._consecutive.append(why)
         self._dispatcher.record_failure(why)
         if not failure.retryable:
             self._ledger.quarantine(group, failure.reason)
-            self._order.quarantine(group.row)
+            self._prompt_order.quarantine(group.row)
         elif not self._ledger.retry(group, failure.reason):
-            self._order.quarantine(group.row)
+            self._prompt_order.quarantine(group.row)
 
     def reset_failures(self) -> None:
         """Resets the count of consecutive failures after a group succeeded."""
@@ -143,7 +148,7 @@ class GenerationScheduler:
         spec: CurrentSpec,
         *,
         ledger: Ledger,
-        order: PromptOrder,
+        prompt_order: PromptOrder,
         journal: Journal,
         rollout_pool: RolloutPool,
         sample_index: SampleIndex,
@@ -152,13 +157,15 @@ class GenerationScheduler:
     ) -> None:
         self._spec = spec
         self._ledger = ledger
-        self._order = order
+        self._prompt_order = prompt_order
         self._journal = journal
         self._rollout_pool = rollout_pool
         self._dispatcher = dispatcher
         self._summary = summary
         self._is_reported = False
-        self._failures = GroupFailures(spec, ledger=ledger, order=order, dispatcher=dispatcher)
+        self._failures = GroupFailures(
+            spec, ledger=ledger, prompt_order=prompt_order, dispatcher=dispatcher
+        )
         self._work = asyncio.Event()
         self._finished = asyncio.Condition()
         self.sample_index = sample_index
@@ -196,7 +203,7 @@ class GenerationScheduler:
                 continue
             if group.worker_id in lost_workers:
                 if not self._ledger.park_lost(group):
-                    self._order.quarantine(group.row)
+                    self._prompt_order.quarantine(group.row)
             # A rollout that finished a group before its samples were lost would not start it again.
             elif is_queue_empty or is_shared or not self._rollout_pool.has_weights(group.worker_id):
                 if self._spec.now.rollout.partial_rollout:
@@ -314,7 +321,7 @@ class GenerationScheduler:
         """
         self._record_dropped(groups, "stale")
         for group in groups:
-            self._order.give_back(group.row)
+            self._prompt_order.give_back(group.row)
         await self._journal.save(self._ledger)
         await self.release(groups)
 
@@ -345,7 +352,7 @@ class GenerationScheduler:
 
     async def _end_failed(self, group: Group, failure: GroupFailure) -> None:
         """Retries, drops or quarantines a group that failed, and records why."""
-        row = self._order.mixture.name(group.row)
+        row = self._prompt_order.mixture.name(group.row)
         self._dispatcher.record_end(group)
         if failure.reason == DEFERRED:
             self._ledger.drop(group, DEFERRED)
@@ -397,9 +404,9 @@ class GenerationScheduler:
         return unscored, unwanted
 
     async def _note_stall(self, group: Group, failure: GroupFailure) -> None:
-        row = self._order.mixture.name(group.row)
+        row = self._prompt_order.mixture.name(group.row)
         if group.state is GroupState.PARTIAL and not self._ledger.stall(group):
-            self._order.quarantine(group.row)
+            self._prompt_order.quarantine(group.row)
         await self._journal.record_event(failed(failure, row), self._ledger)
 
     async def _process_arrived(self, groups: Sequence[tuple[str, GroupSamples]]) -> None:
@@ -434,7 +441,7 @@ class GenerationScheduler:
         The only way into READY: of groups that arrive, and of those that a recovery finds stored.
         """
         self._dispatcher.record_accepted()
-        if (difficulty := self._order.difficulty) is not None:
+        if (difficulty := self._prompt_order.difficulty) is not None:
             difficulty.observe(group.row, rewards_of(samples), step=self._dispatcher.published_step)
         reason = self._why_unfit(samples)
         if reason is not None:

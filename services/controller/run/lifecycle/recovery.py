@@ -81,8 +81,8 @@ async def restore(
         recovered.ledger, max_attempts=spec.now.rollout.max_attempts, now=clock.monotonic()
     )
     progress = _progress(spec, recovered)
-    order = _order(spec, connections, recovered, ledger=ledger)
-    ledger.difficulty = order.difficulty
+    prompt_order = _prompt_order(spec, connections, recovered, ledger=ledger)
+    ledger.difficulty = prompt_order.difficulty
     scheduler = _scheduler(
         spec,
         connections,
@@ -90,7 +90,7 @@ async def restore(
         queue=queue,
         clock=clock,
         ledger=ledger,
-        order=order,
+        prompt_order=prompt_order,
         summary=partial(progress.summary, ledger),
     )
     evaluator = Evaluator(spec, run_id, connections, queue=queue, request_queue=request_queue)
@@ -108,7 +108,7 @@ async def restore(
         waits=Waits(),
     )
     pipeline = components.pipeline(
-        steps=components.steps(order.mixture, gpus=partial(launcher.gpus_for, run_id)),
+        steps=components.steps(prompt_order.mixture, gpus=partial(launcher.gpus_for, run_id)),
         checkpoints=await _checkpoints(
             spec, recovered, journal=journal, queue=queue, clock=clock, launcher=launcher
         ),
@@ -284,7 +284,7 @@ def _unsaved_s(recovered: Recovered, checkpoints: Sequence[Checkpoint], *, now: 
     return now - since if now >= since else math.inf
 
 
-def _order(
+def _prompt_order(
     spec: CurrentSpec, connections: RunConnections, recovered: Recovered, *, ledger: Ledger
 ) -> PromptOrder:
     sets = spec.now.data.train_sets
@@ -316,7 +316,7 @@ def _scheduler(
     queue: TransferQueueClient,
     clock: Clock,
     ledger: Ledger,
-    order: PromptOrder,
+    prompt_order: PromptOrder,
     summary: Callable[[], Mapping[str, Any]],
 ) -> GenerationScheduler:
     sample_index = SampleIndex(
@@ -329,7 +329,7 @@ def _scheduler(
         spec,
         journal.run_id,
         ledger=ledger,
-        order=order,
+        prompt_order=prompt_order,
         journal=journal,
         rollout_pool=connections.rollout_pool,
         sample_index=sample_index,
@@ -338,7 +338,7 @@ def _scheduler(
     return GenerationScheduler(
         spec,
         ledger=ledger,
-        order=order,
+        prompt_order=prompt_order,
         journal=journal,
         rollout_pool=connections.rollout_pool,
         sample_index=sample_index,

@@ -98,11 +98,11 @@ class Run:
     def __init__(self, ledger=None, spec=SPEC):
         self.queue, self.rollouts, self.journal = Queue(), Rollouts(), Recorder()
         self.ledger, self.now = ledger or Ledger(max_attempts=3), 1.0
-        order = PromptOrder(Mixture({"train": 10}), seed=0, shuffle=False)
+        prompt_order = PromptOrder(Mixture({"train": 10}), seed=0, shuffle=False)
         stored = SampleIndex(self.queue, "run_1/train", group_size=5, required_fields=())
         shared = {
             "ledger": self.ledger,
-            "order": order,
+            "prompt_order": prompt_order,
             "journal": self.journal,
             "rollout_pool": self.rollouts,
             "sample_index": stored,

@@ -28,7 +28,7 @@ EQUAL = GroupSamples(BATCH, range(2))
 def test_as_many_groups_are_replaced_for_each_batch_as_for_the_first() -> None:
     ledger, anything = Ledger(max_attempts=3), SimpleNamespace(gate=None)
     connections: dict[str, Any] = dict.fromkeys(
-        ("order", "journal", "rollout_pool", "sample_index"), anything
+        ("prompt_order", "journal", "rollout_pool", "sample_index"), anything
     )
     generation = GenerationScheduler(
         CurrentSpec(SPEC), ledger=ledger, dispatcher=anything, **connections

@@ -73,7 +73,7 @@ def handout_of(ledger, *, rows=100, quarantined=(), curriculum=None):
     rollouts = OneRollout()
     chosen = None if curriculum is None else CurriculumSpec.model_validate(curriculum)
     spec = SPEC.model_copy(update={"data": SPEC.data.model_copy(update={"curriculum": chosen})})
-    order = PromptOrder(
+    prompt_order = PromptOrder(
         Mixture({"train": rows}),
         seed=0,
         shuffle=False,
@@ -85,7 +85,7 @@ def handout_of(ledger, *, rows=100, quarantined=(), curriculum=None):
         CurrentSpec(spec),
         "run_1",
         ledger=ledger,
-        order=order,
+        prompt_order=prompt_order,
         journal=Recorder(),
         rollout_pool=rollouts,
         sample_index=SampleIndex(None, "run_1/train", group_size=2, required_fields=()),
@@ -157,7 +157,7 @@ async def test_who_has_computed_a_group_is_known_after_the_run_was_entered_again
 async def test_the_function_of_a_curriculum_is_asked_before_a_prompt_is_tried():
     ledger = Ledger(max_attempts=3)
     dispatcher, rollouts = handout_of(ledger, rows=20, curriculum={"function": "mine:wants"})
-    dispatcher._order.difficulty.observe(0, [0.5], step=0)
+    dispatcher._prompt_order.difficulty.observe(0, [0.5], step=0)
     dispatcher.published_step = 0
     await dispatch(dispatcher)
     tried = [assignment.tried for assignment in rollouts.assignments]
@@ -203,7 +203,7 @@ async def test_a_prompt_that_waits_is_passed_over_and_nothing_is_held_against_it
     scheduler = GenerationScheduler(
         dispatcher._spec,
         ledger=ledger,
-        order=dispatcher._order,
+        prompt_order=dispatcher._prompt_order,
         journal=Recorder(),
         rollout_pool=rollouts,
         sample_index=Nothing(),

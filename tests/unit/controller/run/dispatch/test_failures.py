@@ -16,13 +16,15 @@ from tests.helpers.specs import spec_with
 def failures(max_staleness: int) -> GroupFailures:
     """Returns the failure handler of a run with two prompts per step whose groups are retried."""
     spec = spec_with(trainer={"prompts_per_step": 2}, algorithm={"max_staleness": max_staleness})
-    order: Any = SimpleNamespace(mixture=SimpleNamespace(name=lambda row: f"row {row}"))
-    order.quarantine = lambda row: None
+    prompt_order: Any = SimpleNamespace(mixture=SimpleNamespace(name=lambda row: f"row {row}"))
+    prompt_order.quarantine = lambda row: None
     ledger: Any = SimpleNamespace(
         retry=lambda group, reason: True, quarantine=lambda group, reason: None
     )
     dispatcher: Any = SimpleNamespace(record_failure=lambda why: None)
-    return GroupFailures(CurrentSpec(spec), ledger=ledger, order=order, dispatcher=dispatcher)
+    return GroupFailures(
+        CurrentSpec(spec), ledger=ledger, prompt_order=prompt_order, dispatcher=dispatcher
+    )
 
 
 def group_failure(reason: str, *, retryable: bool) -> GroupFailure:
