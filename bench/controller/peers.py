@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from services.common.fields import ROLLOUT_FIELDS
-from services.weightsync.plan import TensorSpec, make_plan, row_shards
+from services.weightsync.weight_plan import TensorSpec, make_plan, row_shards
 from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
 from slipstream.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from slipstream.trainer.v1 import trainer_pb2, trainer_pb2_grpc

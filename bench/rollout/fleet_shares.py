@@ -35,7 +35,7 @@ from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.engine_config import EngineConfig
 from services.weightsync.adapters import FROZEN_DIGEST, frozen_digest
-from services.weightsync.plan import LORA_DOWN, LORA_UP
+from services.weightsync.weight_plan import LORA_DOWN, LORA_UP
 
 _SLOTS = 16
 _RUNS = 4

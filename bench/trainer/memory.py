@@ -21,7 +21,7 @@ from bench.trainer.__main__ import Launch, prepare
 from bench.trainer.timing import peak_gib, reset_peak, timed
 from bench.trainer.workload import Scale, full_scale, long_tailed_lengths, smoke_scale, spec_of
 from services.common.memory.trainer import trainer_memory
-from services.trainer.batch.plan import StepPlan
+from services.trainer.batch.step_plan import StepPlan
 
 RESULTS = Path(__file__).parents[1] / "results" / "trainer-memory.json"
 _WAYS: dict[str, dict[str, Any]] = {

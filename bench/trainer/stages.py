@@ -35,7 +35,7 @@ from services.common.models.stages import bubble
 from services.extras.stages.engine import StagesEngine
 from services.extras.stages.layout import build_stage
 from services.extras.stages.modules import StagedPolicy
-from services.trainer.batch.plan import StepPlan
+from services.trainer.batch.step_plan import StepPlan
 from services.trainer.collectives import join_processes
 from services.trainer.engines.fsdp.parallel import distribute
 from services.trainer.model.flops import peak_flops

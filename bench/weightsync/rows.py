@@ -25,8 +25,8 @@ from bench.weightsync.sides import (
 )
 from services.weightsync.group import RankAssignment, form_group
 from services.weightsync.member import WeightMember
-from services.weightsync.plan import make_plan, row_shards, version_digest
 from services.weightsync.transfer import TransferOrder
+from services.weightsync.weight_plan import make_plan, row_shards, version_digest
 
 
 def measure(number: int, arguments: Any, use_gpu: bool, port: int, queue: Any) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from services.weightsync.plan import TensorSpec
+from services.weightsync.weight_plan import TensorSpec
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from services.weightsync.canary import Canary
 from services.weightsync.endpoints import Place
 from services.weightsync.group import Channel
 from services.weightsync.modes.placing import live_placer
-from services.weightsync.plan import TensorSpec, WeightPlan, WeightShard
+from services.weightsync.weight_plan import TensorSpec, WeightPlan, WeightShard
 
 
 class Store:

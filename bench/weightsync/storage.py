@@ -37,8 +37,8 @@ from services.controller.run.weights.session import WeightSession
 from services.extras.stored_weights.local import LocalFolder
 from services.weightsync.canary import Canary
 from services.weightsync.member import WeightMember
-from services.weightsync.plan import TensorSpec
 from services.weightsync.server import serve_member
+from services.weightsync.weight_plan import TensorSpec
 
 RESULTS = Path(__file__).parents[1] / "results" / "weights-storage.json"
 BARS_S = {"whole": 5.0, "changes of 1 %": 1.0}

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from services.common.runspec.run import RunSpec
-from services.controller.models import RunPatch
+from services.controller.schemas import RunPatch
 
 _HEAD = "# Schema of RLRun's spec: the keys of a run specification. Written by `make docs`.\n"
 _COPIED = (

@@ -28,7 +28,7 @@ from services.controller.api.operations import (
     ReadLogs,
     WatchRuns,
 )
-from services.controller.models import EventView, LogLine, RunView
+from services.controller.schemas import EventView, LogLine, RunView
 from slipstream_client.async_transport import AsyncTransport
 from slipstream_client.request import ApiError, Request, no_controller
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from services.common.errors import InvalidArgumentError, NotFoundError
-from services.controller.models import FleetView
+from services.controller.schemas import FleetView
 
 
 class Fleets(Protocol):

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from services.controller.api.principals import TokenStore
-from services.controller.models import Role
+from services.controller.schemas import Role
 from services.controller.settings import ControllerSettings
 from services.controller.store.database import Database
 

@@ -35,7 +35,7 @@ from services.weightsync.adapters import (
 from services.weightsync.endpoints import Place, on_device
 from services.weightsync.modes.placing import bucket_parts, whole_buffers
 from services.weightsync.modes.staged import Slots
-from services.weightsync.plan import make_plan
+from services.weightsync.weight_plan import make_plan
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from services.rollout.engines.base import Engine, OpenEngine
 from services.rollout.frozen_weights import FrozenWeights
 from services.rollout.sampling.sampler import GroupSampler
 from services.weightsync.endpoints import Place
-from services.weightsync.plan import WeightPlan
+from services.weightsync.weight_plan import WeightPlan
 
 logger = logging.getLogger(__name__)
 

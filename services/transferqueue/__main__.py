@@ -17,7 +17,7 @@ from services.common.security.credentials import acting_as
 from services.common.telemetry.logging import configure
 from services.transferqueue import metrics
 from services.transferqueue.index.index import Index
-from services.transferqueue.samples.keeper import SampleRecordKeeper
+from services.transferqueue.records.keeper import SampleRecordKeeper
 from services.transferqueue.server import SampleRecordServicer, TransferQueueServicer
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.shards import RemoteIndex, ShardRegistryServicer, Shards

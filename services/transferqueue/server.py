@@ -10,7 +10,7 @@ from services.common.fields import partition_id, run_of
 from services.common.messages import from_message, to_message
 from services.common.security.access import caller_run
 from services.transferqueue.index.index import Index
-from services.transferqueue.samples.keeper import SampleRecordKeeper
+from services.transferqueue.records.keeper import SampleRecordKeeper
 from services.transferqueue.shards import Shards
 from services.transferqueue.snapshots.snapshots import Snapshots
 from services.transferqueue.storage.dataplane import ALL_RUNS

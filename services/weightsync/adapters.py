@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from services.common.models.loading import build_model, stored_buffers, stored_tensors
-from services.weightsync.plan import LORA_DOWN, LORA_UP, TensorSpec
+from services.weightsync.weight_plan import LORA_DOWN, LORA_UP, TensorSpec
 
 FROZEN_DIGEST = "frozen.digest"
 """Name on the wire of the frozen weights' digest."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.weightsync.canary import Canary
-from services.weightsync.plan import TensorSpec, WeightPlan
+from services.weightsync.weight_plan import TensorSpec, WeightPlan
 
 T = TypeVar("T")
 Place = Callable[[int, int, Tensor], None]

@@ -29,7 +29,7 @@ from services.common.errors import (
 from services.common.runspec.weight_modes import TRANSPORTS, Transport
 from services.weightsync.checksum import write_checksum
 from services.weightsync.endpoints import OwnThread, on_device
-from services.weightsync.plan import BUCKET_ALIGNMENT, WeightPlan
+from services.weightsync.weight_plan import BUCKET_ALIGNMENT, WeightPlan
 
 # This module waits and aborts by its own deadlines. This timeout only keeps torch's watchdog from
 # interfering.

@@ -32,9 +32,9 @@ from services.weightsync.canary import Canary, difference
 from services.weightsync.endpoints import OwnThread, WeightSink, WeightSource, on_device
 from services.weightsync.group import Epochs, KeyValueStore, RankAssignment, WeightGroup
 from services.weightsync.modes.base import PeerSender, Receiver, Sender
-from services.weightsync.plan import TensorSpec, make_plan, row_shards, version_digest
 from services.weightsync.shared_buffers import gpu_of
 from services.weightsync.transfer import TransferError, TransferOrder, Transferred
+from services.weightsync.weight_plan import TensorSpec, make_plan, row_shards, version_digest
 
 # Part of the error message of a Gloo collective that missed its deadline.
 _GLOO_LATE = "Timed out waiting"

@@ -9,8 +9,8 @@ from services.common.messages import from_message, to_message
 from services.common.telemetry import tracing
 from services.weightsync.canary import Canary
 from services.weightsync.member import WeightMember
-from services.weightsync.plan import TensorSpec
 from services.weightsync.transfer import TransferOrder
+from services.weightsync.weight_plan import TensorSpec
 from slipstream.weightsync.v1 import weightsync_pb2 as pb
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from services.weightsync.arena import WeightArena, source_digest
 from services.weightsync.checksum import write_checksum
 from services.weightsync.group import Channel, WeightGroup, Work
-from services.weightsync.plan import WeightPlan
+from services.weightsync.weight_plan import WeightPlan
 
 _HEADER = struct.Struct("<8sqqqqq32s")
 _MAGIC = b"SLIPSYNC"

@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.messages import from_message, to_message
 from services.common.rpc.client import call
 from services.weightsync.canary import Canary
-from services.weightsync.plan import TensorSpec
+from services.weightsync.weight_plan import TensorSpec
 from slipstream.weightsync.v1 import weightsync_pb2 as pb
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 

@@ -13,8 +13,8 @@ from services.controller.api.app import build_app
 from services.controller.api.principals import Principal, TokenStore
 from services.controller.api.run_page import PageLinks, add_page_links, with_run_page
 from services.controller.manager.runs import RunManager
-from services.controller.models import Role
 from services.controller.rules.run_state import RunEvent
+from services.controller.schemas import Role
 from services.controller.store import ledgers
 from services.controller.store.database import Database
 from services.controller.store.records import NewRun, Note

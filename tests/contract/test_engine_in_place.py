@@ -8,7 +8,7 @@ from services.common.errors import DataLossError
 from services.rollout.engines.base import Engine
 from services.rollout.weights import WeightReceiver
 from services.weightsync.group import Channel
-from services.weightsync.plan import TensorSpec
+from services.weightsync.weight_plan import TensorSpec
 from tests.contract.checks import PROMPT, assert_agrees, until
 from tests.contract.engines import REAL_ENGINES, OpenEngine, expected_logprobs, weights
 from tests.helpers.engines import begun, made, request

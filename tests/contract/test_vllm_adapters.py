@@ -18,7 +18,7 @@ from services.rollout.engines.base import EngineDiedError, GenerationResult
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.engine_config import EngineConfig
 from services.weightsync.adapters import FROZEN_DIGEST, frozen_digest, merged_weight
-from services.weightsync.plan import LORA_DOWN, LORA_UP
+from services.weightsync.weight_plan import LORA_DOWN, LORA_UP
 from tests.contract.checks import PROMPT
 from tests.contract.engines import decode, make_model, model_config
 from tests.helpers.engines import begun, made, running, until

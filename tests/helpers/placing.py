@@ -9,7 +9,7 @@ from services.weightsync.arena import WeightArena
 from services.weightsync.endpoints import Place
 from services.weightsync.modes.base import pack_weights
 from services.weightsync.modes.staged import Slots
-from services.weightsync.plan import TensorSpec, WeightPlan, make_plan, row_shards
+from services.weightsync.weight_plan import TensorSpec, WeightPlan, make_plan, row_shards
 from tests.helpers.weight_members import Source
 
 OpenWeights = Callable[[WeightPlan, Sequence[Sequence[Tensor]]], Awaitable[Place]]

@@ -3,8 +3,8 @@
 import asyncio
 
 from services.common.errors import NotFoundError, UnavailableError
-from services.weightsync.plan import version_digest
 from services.weightsync.transfer import TransferOrder
+from services.weightsync.weight_plan import version_digest
 from tests.helpers.weight_members import Cluster
 
 

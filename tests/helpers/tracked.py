@@ -17,7 +17,7 @@ import pytest
 
 from services.common.callables import load_callable
 from services.common.runspec.trackers import TRACKERS, TrackerSpec
-from services.controller.models import RunView
+from services.controller.schemas import RunView
 from services.extras.trackers.tracker import COLUMNS, EventPosition
 
 Point = tuple[str, int, float]

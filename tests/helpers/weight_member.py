@@ -23,8 +23,8 @@ from services.weightsync.canary import Canary
 from services.weightsync.endpoints import Place
 from services.weightsync.member import WeightMember
 from services.weightsync.modes.placing import live_placer
-from services.weightsync.plan import TensorSpec, WeightPlan
 from services.weightsync.server import WeightSyncServicer
+from services.weightsync.weight_plan import TensorSpec, WeightPlan
 from services.wire.controller import Rendezvous
 from slipstream.controller.v1 import membership_pb2_grpc
 from slipstream.weightsync.v1 import weightsync_pb2_grpc

@@ -8,8 +8,8 @@ import torch
 from services.weightsync.canary import Canary
 from services.weightsync.member import WeightMember
 from services.weightsync.modes.placing import live_placer
-from services.weightsync.plan import TensorSpec, row_shards, version_digest
 from services.weightsync.transfer import TransferOrder
+from services.weightsync.weight_plan import TensorSpec, row_shards, version_digest
 
 SPECS = (
     TensorSpec("embed", (333, 16), "float32"),

@@ -23,7 +23,7 @@ from services.trainer.engines.fsdp.optim import build_optimizer, clip_gradients,
 from services.trainer.engines.fsdp.parallel import RankTopology, build_topology, distribute
 from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.model.policy import Policy
-from services.weightsync.plan import row_shards
+from services.weightsync.weight_plan import row_shards
 from services.wire.data.jagged import Jagged
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.ranks import run_ranks

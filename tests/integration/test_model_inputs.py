@@ -19,7 +19,7 @@ from services.rollout.sampling.group import GroupServices, RunningGroup
 from services.rollout.sampling.publisher import GroupPublisher
 from services.rollout.workflows.base import SingleTurn
 from services.trainer.batch.packing import PackedTokens
-from services.trainer.batch.plan import Bounds
+from services.trainer.batch.step_plan import Bounds
 from services.trainer.engines.fsdp.oom import OomLimits
 from services.trainer.model.policy import Policy
 from services.trainer.steps.fields import FieldScoring

@@ -14,7 +14,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from services.common.runspec.run import RunSpec
-from services.trainer.batch.plan import Bounds
+from services.trainer.batch.step_plan import Bounds
 from services.trainer.engines.fsdp.oom import OomLimits
 from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.ranks.command_group import CommandGroup, RankFailedError

@@ -20,7 +20,7 @@ from services.trainer.batch.packing import pack
 from services.trainer.engines.base import score_text
 from services.trainer.engines.fsdp.engine import FsdpEngine
 from services.trainer.engines.fsdp.parallel import distribute
-from services.weightsync.plan import row_shards
+from services.weightsync.weight_plan import row_shards
 from services.wire.data.jagged import Jagged
 from services.wire.step_command import StepCommand
 from tests.helpers.batches import (

@@ -35,7 +35,7 @@ from services.rollout.sampling.publisher import GroupPublisher
 from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.base import WorkflowResources
 from services.rollout.workflows.turns import concat_inputs, divided, observed, token_ids
-from services.trainer.batch.plan import Bounds
+from services.trainer.batch.step_plan import Bounds
 from services.trainer.engines.fsdp.oom import OomLimits
 from services.trainer.model.policy import Policy
 from services.trainer.steps.fields import FieldScoring

@@ -33,7 +33,7 @@ from services.controller.api.operations import (
     SaveRun,
     UpdateRun,
 )
-from services.controller.models import RunView
+from services.controller.schemas import RunView
 
 
 def watch(run_id: RunId, url: Url = None, state_directory: StateDirectory = DEFAULT_STATE) -> None:

@@ -34,14 +34,14 @@ from services.controller.api.operations import (
     ListMetrics,
     ListRuns,
 )
-from services.controller.models import (
+from services.controller.rules.run_state import TERMINAL
+from services.controller.schemas import (
     CheckpointPage,
     EventView,
     ListedRun,
     MetricPage,
     RunView,
 )
-from services.controller.rules.run_state import TERMINAL
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Follow until the run has ended.")]
 

@@ -42,8 +42,8 @@ from services.controller.api.operations import (
     PauseRun,
     ResumeRun,
 )
-from services.controller.models import ListedRun
 from services.controller.rules.run_state import TERMINAL
+from services.controller.schemas import ListedRun
 
 
 async def submit_or_resume(

@@ -17,7 +17,7 @@ from services.controller.api.errors import PROBLEM_TYPE, Problem, add_error_hand
 from services.controller.api.rest import add_routes
 from services.controller.api.run_api import RunApi
 from services.controller.metrics import HTTP_SECONDS
-from services.controller.models import LogLine
+from services.controller.schemas import LogLine
 from services.controller.settings import LOOPBACK
 
 

@@ -27,7 +27,8 @@ from services.controller.manager.audit import RunAudit
 from services.controller.manager.logs import RunLogs
 from services.controller.manager.quotas import Quota
 from services.controller.manager.runs import RunManager
-from services.controller.models import (
+from services.controller.rules.run_state import RunState, desired_state
+from services.controller.schemas import (
     CheckpointPage,
     CheckpointView,
     DefaultsView,
@@ -50,7 +51,6 @@ from services.controller.models import (
     WholeSample,
     WorkerView,
 )
-from services.controller.rules.run_state import RunState, desired_state
 from services.controller.store.records import (
     Event,
     EventFilter,

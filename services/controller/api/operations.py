@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
-from services.controller.models import (
+from services.controller.rules.run_state import RunState
+from services.controller.schemas import (
     PLAIN,
     Body,
     CancelOptions,
@@ -42,7 +43,6 @@ from services.controller.models import (
     VersionView,
     WholeSample,
 )
-from services.controller.rules.run_state import RunState
 
 Answer = TypeVar("Answer", covariant=True)
 Place = Literal["path", "query", "header", "body", "document"]

@@ -18,7 +18,7 @@ from services.common.errors import (
     UnavailableError,
 )
 from services.common.security.access import AUTH_FAILURES
-from services.controller.models import Role, covers
+from services.controller.schemas import Role, covers
 from services.controller.store.database import Database
 from services.controller.store.records import Run
 from services.controller.store.tables import API_TOKENS

@@ -24,7 +24,7 @@ from services.controller.api.operations import OPERATIONS, Operation, Place
 from services.controller.api.principals import Principal
 from services.controller.api.request_limits import peer_of
 from services.controller.api.run_api import RunApi, handler_name
-from services.controller.models import EventView, LogLine, RunView
+from services.controller.schemas import EventView, LogLine, RunView
 from services.controller.store.records import Event
 
 # Below the minute after which proxies close a silent connection.

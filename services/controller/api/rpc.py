@@ -26,7 +26,7 @@ from services.controller.api.errors import (
 from services.controller.api.operations import OPERATIONS, Operation
 from services.controller.api.principals import Principal
 from services.controller.api.run_api import RunApi
-from services.controller.models import (
+from services.controller.schemas import (
     CheckpointView,
     EventView,
     GroupView,

@@ -17,7 +17,7 @@ from services.common.errors import UnauthenticatedError
 from services.controller.api.principals import Principal, TokenStore
 from services.controller.api.rest import authenticate_request
 from services.controller.api.run_api import RunApi
-from services.controller.models import Role
+from services.controller.schemas import Role
 
 _FILES = Path(__file__).parent / "page"
 _POLICY = (

@@ -10,7 +10,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from services.common.errors import NotFoundError, ServiceError
-from services.controller.models import (
+from services.controller.rules.ledger import Group
+from services.controller.run.train.checkpoints import Checkpoint, CheckpointStore
+from services.controller.schemas import (
     GroupView,
     Metric,
     MetricHistogram,
@@ -19,8 +21,6 @@ from services.controller.models import (
     SampleView,
     WholeSample,
 )
-from services.controller.rules.ledger import Group
-from services.controller.run.train.checkpoints import Checkpoint, CheckpointStore
 from services.controller.store import ledgers as ledger_store
 from services.controller.store.database import Database
 from services.controller.store.ledgers import StepMetrics, StepRecord

@@ -13,9 +13,9 @@ from services.common.runspec.keys import fixed_key_problems, flat, nested
 from services.common.runspec.loader import SpecError, canonical_json, parse_spec, spec_digest
 from services.common.runspec.run import RunSpec
 from services.controller.manager.archive import check_usable
-from services.controller.models import ForkRequest, RunPatch
 from services.controller.run.state.requests import resource_needs, spec_columns
 from services.controller.run.train.checkpoints import Checkpoint
+from services.controller.schemas import ForkRequest, RunPatch
 from services.controller.store import ledgers
 from services.controller.store.records import NewRun, Run
 from services.controller.store.rows import queue_deadline

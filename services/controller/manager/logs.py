@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from services.controller.launch.worker_process import last_lines
-from services.controller.models import LogLine
+from services.controller.schemas import LogLine
 
 # Logs are polled, because asyncio does not report that a file grows.
 _POLL_S = 0.5

@@ -26,10 +26,10 @@ from services.controller.manager.event_feed import EventFeed
 from services.controller.manager.quotas import Quota, admit
 from services.controller.manager.spec_policy import SpecPolicy
 from services.controller.membership import Membership, Worker
-from services.controller.models import CancelOptions, ForkRequest, PauseOptions, Role, RunPatch
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.connections import delete_sample_records
 from services.controller.run.state.requests import resource_needs
+from services.controller.schemas import CancelOptions, ForkRequest, PauseOptions, Role, RunPatch
 from services.controller.settings import Limits
 from services.controller.store.database import Database
 from services.controller.store.records import (

@@ -12,7 +12,7 @@ from services.common.runspec.run import RunSpec
 from services.common.security.confinement import CodePolicy, paths_named, runs_named
 from services.common.security.secrets import find_plain_secrets
 from services.common.telemetry.logging import RareLog
-from services.controller.models import Role, covers
+from services.controller.schemas import Role, covers
 from services.controller.store.records import Run
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from services.cli.controller_address import Url
 from services.cli.display import duration
 from services.cli.output import console
 from services.common.runspec.keys import flat
-from services.controller.models import RunView
+from services.controller.schemas import RunView
 
 Either = Annotated[str, typer.Argument(help="Name of a run, or the start of its id.")]
 

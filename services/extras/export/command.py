@@ -19,7 +19,7 @@ from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import RunSpec
 from services.common.stores import fetch, is_url, upload
 from services.controller.api.operations import ListCheckpoints
-from services.controller.models import RunView
+from services.controller.schemas import RunView
 
 _HUGGING_FACE = "hf"
 # Another user may serve the model, but the umask of a run's files allows only their owner.

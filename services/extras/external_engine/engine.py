@@ -49,7 +49,7 @@ from services.rollout.engines.base import (
 )
 from services.rollout.engines.engine_config import EngineConfig, ModelShape, model_shape
 from services.weightsync.endpoints import Place
-from services.weightsync.plan import TensorSpec, WeightPlan
+from services.weightsync.weight_plan import TensorSpec, WeightPlan
 from services.wire.data.model_inputs import ModelInputs
 
 

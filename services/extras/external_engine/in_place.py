@@ -24,7 +24,7 @@ from services.extras.external_engine.shared_tensors import open_shared, shared_b
 from services.weightsync.arena import copy_all
 from services.weightsync.endpoints import Place
 from services.weightsync.modes.placing import bucket_parts
-from services.weightsync.plan import WeightPlan
+from services.weightsync.weight_plan import WeightPlan
 
 _REPLY = "reply"
 _REPLY_BYTES = 1024

@@ -14,7 +14,7 @@ from vllm.lora.request import LoRARequest
 from services.extras.external_engine.layout import UnknownLayoutError, differing_sources
 from services.extras.external_engine.shared_tensors import open_shared
 from services.weightsync.adapters import frozen_digest
-from services.weightsync.plan import LORA_DOWN, LORA_UP
+from services.weightsync.weight_plan import LORA_DOWN, LORA_UP
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from services.cli.api_calls import call_operation
 from services.cli.controller_address import Url
 from services.cli.output import console, write
 from services.controller.api.operations import GetFleet, ListFleets
-from services.controller.models import FleetServerView, FleetView
+from services.controller.schemas import FleetServerView, FleetView
 
 
 def fleet(

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from services.common.errors import InvalidArgumentError, NotFoundError
 from services.controller.fleets import named_fleet
-from services.controller.models import FleetRunView, FleetServerView, FleetView
+from services.controller.schemas import FleetRunView, FleetServerView, FleetView
 from services.extras.fleets.kind import is_server_address
 from services.extras.fleets.labels import Label
 from services.extras.fleets.protocol import STATE

@@ -33,7 +33,7 @@ from services.rollout.engines.base import (
 from services.rollout.engines.engine_config import EngineConfig
 from services.weightsync.canary import canary_tolerance
 from services.weightsync.endpoints import Place
-from services.weightsync.plan import WeightPlan
+from services.weightsync.weight_plan import WeightPlan
 from services.wire.data.model_inputs import ModelInputs
 
 logger = logging.getLogger(__name__)

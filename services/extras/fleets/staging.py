@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.weightsync.arena import source_digest
 from services.weightsync.checksum import write_checksum
-from services.weightsync.plan import TensorSpec, WeightPlan, make_plan
+from services.weightsync.weight_plan import TensorSpec, WeightPlan, make_plan
 
 
 class SharedMemory:

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from services.extras.fleets.answers import RefusedError, read_body
 from services.extras.fleets.protocol import VERSION_HEADER
 from services.extras.fleets.staging import StagedWeights
-from services.weightsync.plan import TensorSpec
+from services.weightsync.weight_plan import TensorSpec
 
 
 class Upload:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from services.weightsync.adapters import FROZEN_DIGEST
 from services.weightsync.arena import WeightArena, source_digest
-from services.weightsync.plan import LORA_DOWN, LORA_UP, TensorSpec, make_plan
+from services.weightsync.weight_plan import LORA_DOWN, LORA_UP, TensorSpec, make_plan
 
 BUCKET_BYTES: Final = 16 << 20
 """Bytes of one request with weights: several of them are sent at once, and a lost one is sent again."""

@@ -28,7 +28,7 @@ from services.controller.launch.worker_process import (
 )
 from services.controller.manager.launchers import LauncherArgs
 from services.controller.manager.runs import RunManager
-from services.controller.models import RunPatch
+from services.controller.schemas import RunPatch
 from services.controller.store.runs import StaleRevisionError
 from services.extras.kubernetes.drain import NodeDrains, QueueDrain, save_runs
 from services.extras.kubernetes.job_set import place_of

@@ -43,8 +43,8 @@ from services.common.task_group import TaskGroup
 from services.common.telemetry.logging import RareLog
 from services.controller.manager.changes import merged
 from services.controller.manager.runs import RunManager
-from services.controller.models import RunPatch
 from services.controller.rules.run_state import TERMINAL, RunState, desired_state
+from services.controller.schemas import RunPatch
 from services.controller.settings import ControllerSettings
 from services.controller.store.records import Event, Run, RunFilter, Submission
 from services.controller.store.runs import InvalidTransitionError, StaleRevisionError

@@ -16,7 +16,7 @@ from services.rollout.engines.engine_config import EngineConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from services.weightsync.plan import TensorSpec
+    from services.weightsync.weight_plan import TensorSpec
     from services.wire.data.model_inputs import ModelInputs
 
 

@@ -5,7 +5,7 @@
     URL/00000012-step-00000030.jsonl.gz    records of samples, in the order in which the file got them
 
 An object has one JSON line per record of a rollout or of the trainer, as
-:class:`services.transferqueue.samples.store.SampleRecord` has it; token columns are in base64. No object is
+:class:`services.transferqueue.records.store.SampleRecord` has it; token columns are in base64. No object is
 overwritten. The file of the samples notes which records the store has, so a store that fails costs nothing as
 long as the file keeps them. A killed process uploads at most one object again, which changes nothing for a
 reader.
@@ -31,7 +31,7 @@ from urllib.parse import quote
 from services.common.errors import DataLossError, NotFoundError, ServiceError, UnavailableError
 from services.extras.objects.connection import ObjectFolder
 from services.extras.objects.transfers import Patience, TransferCancelledError
-from services.transferqueue.samples.store import SampleRecord, SampleStore
+from services.transferqueue.records.store import SampleRecord, SampleStore
 
 logger = logging.getLogger(__name__)
 

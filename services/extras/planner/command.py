@@ -21,7 +21,7 @@ from services.common.models.stages import bubble, most_packs
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec, default_slots
 from services.controller.api.operations import GetRun, ListMetrics
-from services.controller.models import MetricPage
+from services.controller.schemas import MetricPage
 from services.extras.planner.gpu_splits import (
     GpuCapacity,
     Split,

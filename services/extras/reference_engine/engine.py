@@ -25,8 +25,8 @@ from services.trainer.algorithm.centering import score_centering
 from services.trainer.algorithm.divergence import divergence
 from services.trainer.algorithm.logprobs import bounded_logits
 from services.trainer.batch.packing import Work
-from services.trainer.batch.plan import Bounds, StepPlan
 from services.trainer.batch.samples import Samples
+from services.trainer.batch.step_plan import Bounds, StepPlan
 from services.trainer.collectives import Ranks
 from services.trainer.engines.base import (
     EngineArgs,
@@ -43,7 +43,7 @@ from services.trainer.engines.base import (
 from services.trainer.model.flops import active_weights
 from services.trainer.model.policy import freeze_tower, output_head
 from services.trainer.model.warm_start import load_base_model
-from services.weightsync.plan import TensorSpec
+from services.weightsync.weight_plan import TensorSpec
 from services.wire.data.model_inputs import model_arguments
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -29,11 +29,11 @@ from services.common.errors import InvalidArgumentError, NotFoundError, ServiceE
 from services.common.runspec.loader import SpecError, canonical_json, parse_spec
 from services.common.runspec.trainer import checkpoint_root
 from services.common.stores import fetch, is_url, join_url
-from services.controller.models import RunView
+from services.controller.schemas import RunView
 
 if TYPE_CHECKING:  # they import torch
-    from services.extras.replay.planning import ReplayPlan
     from services.extras.replay.regenerate import Regeneration
+    from services.extras.replay.replay_plan import ReplayPlan
 
 _CURVES = ("loss", "grad_norm", "entropy", "kl_ref", "kl_rollout", "clip_fraction", "ratio_mean")
 """Metrics that an experiment compares; those that a run does not have are left out."""
@@ -86,8 +86,8 @@ def replay(
 ) -> None:
     """Repeat the training of a recorded run bit by bit, or with other settings and compare curves."""
     run = of_run(url, run_id, Api.get, state_directory=state_directory)
-    from services.extras.replay.planning import plan_replay
     from services.extras.replay.regenerate import wanted_responses
+    from services.extras.replay.replay_plan import plan_replay
 
     regeneration = None
     try:

@@ -29,7 +29,7 @@ from services.common.stores import (
     without_secrets,
 )
 from services.controller.api.operations import ExportSamples
-from services.transferqueue.samples.store import SampleStore, store_path
+from services.transferqueue.records.store import SampleStore, store_path
 from services.wire.transferqueue.types import SampleRecordQuery
 
 Show = Callable[[Mapping[str, Any]], None]

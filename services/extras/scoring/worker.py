@@ -51,8 +51,8 @@ from services.trainer.transfers import QueueTransfers, of_vocabulary
 from services.weightsync.endpoints import Place
 from services.weightsync.member import WeightMember
 from services.weightsync.modes.placing import live_placer
-from services.weightsync.plan import WeightPlan
 from services.weightsync.server import serve_member
+from services.weightsync.weight_plan import WeightPlan
 from services.wire.batch import KVBatchMeta
 from services.wire.controller import WorkerSession
 from services.wire.transferqueue.client import TransferQueueClient

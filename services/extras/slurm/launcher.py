@@ -37,7 +37,6 @@ from services.extras.slurm.allocation import Allocation, read_allocation
 from services.extras.slurm.identity import RunIdentities, write_private
 from services.extras.slurm.nodes import ask_nodes, silence
 from services.extras.slurm.placement import Node, Placement, PlacementError, Placements
-from services.extras.slurm.plan import placement_of, worker_plan
 from services.extras.slurm.rules import problems
 from services.extras.slurm.settings import SlurmSettings, slurm_environment, step_environment
 from services.extras.slurm.shards import Shards, further_nodes
@@ -49,6 +48,7 @@ from services.extras.slurm.steps import (
     srun_command,
     start_srun,
 )
+from services.extras.slurm.worker_plan import placement_of, worker_plan
 
 logger = logging.getLogger(__name__)
 

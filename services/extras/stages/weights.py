@@ -10,7 +10,7 @@ from services.extras.stages.layout import Stage
 from services.extras.stages.modules import StagedCritic, StagedPolicy
 from services.trainer.engines.fsdp.parallel import RankTopology
 from services.trainer.engines.fsdp.weights import WeightExport
-from services.weightsync.plan import TensorSpec
+from services.weightsync.weight_plan import TensorSpec
 
 
 class StageExport(WeightExport):

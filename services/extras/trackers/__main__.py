@@ -23,7 +23,7 @@ from services.common.lifetime import wait_for_shutdown
 from services.common.runspec.trackers import TRACKERS, TrackerSpec
 from services.common.task_group import until_first
 from services.controller.api.operations import ListSamples, ReportTracker
-from services.controller.models import RunView, SampleView
+from services.controller.schemas import RunView, SampleView
 from services.extras.trackers.tracker import (
     GONE,
     Cursor,

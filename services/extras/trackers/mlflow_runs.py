@@ -9,7 +9,7 @@ from mlflow.entities import Metric, Param, RunTag
 
 from services.common.runspec.keys import flat
 from services.common.runspec.trackers import TrackerSpec
-from services.controller.models import RunView
+from services.controller.schemas import RunView
 from services.extras.trackers.tracker import COLUMNS, EventPosition, NewestSteps, Split
 
 _TAG = "slipstream.run"

@@ -13,7 +13,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from services.common.runspec.trackers import TrackerSpec
-from services.controller.models import RunView
+from services.controller.schemas import RunView
 from services.extras.trackers.tracker import EventPosition, NewestSteps, Split, as_markdown
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from services.common.host import write_atomically
 from services.common.runspec.trackers import TrackerSpec
-from services.controller.models import RunView, SampleView
+from services.controller.schemas import RunView, SampleView
 
 Split = Literal["train", "heldout"]
 

@@ -9,7 +9,7 @@ from trackio.sqlite_storage import SQLiteStorage
 from trackio.utils import resolve_space_id_and_server_url
 
 from services.common.runspec.trackers import TrackerSpec
-from services.controller.models import RunView
+from services.controller.schemas import RunView
 from services.extras.trackers.tracker import EventPosition, NewestSteps, Split, as_markdown
 
 _REREADS = 500

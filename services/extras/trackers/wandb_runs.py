@@ -14,7 +14,7 @@ import wandb
 from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
 from services.common.runspec.trackers import TrackerSpec
-from services.controller.models import RunView
+from services.controller.schemas import RunView
 from services.extras.trackers.tracker import COLUMNS, EventPosition, Split
 
 

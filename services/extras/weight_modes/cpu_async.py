@@ -13,7 +13,7 @@ from services.weightsync.arena import WeightArena
 from services.weightsync.endpoints import WeightSink
 from services.weightsync.modes.shadow import MultiSourceReceiver
 from services.weightsync.modes.staged import Slots
-from services.weightsync.plan import WeightPlan
+from services.weightsync.weight_plan import WeightPlan
 
 _HOST = torch.device("cpu")
 

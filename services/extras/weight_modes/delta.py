@@ -20,7 +20,6 @@ from services.weightsync.endpoints import WeightSource
 from services.weightsync.group import Channel, WeightGroup
 from services.weightsync.modes.base import assigned_rows, packed_checksums
 from services.weightsync.modes.shadow import ShadowReceiver, ShadowSender
-from services.weightsync.plan import WeightPlan
 from services.weightsync.transfer import (
     HEADER_BYTES,
     TransferError,
@@ -30,6 +29,7 @@ from services.weightsync.transfer import (
     check_header,
     make_header,
 )
+from services.weightsync.weight_plan import WeightPlan
 
 _EVERYTHING = -1
 # A changed word of 4 bytes is sent with its position of 4 or 8 bytes, at most three times its size.

@@ -11,8 +11,8 @@ import torch
 from services.weightsync.endpoints import Place, WeightSink
 from services.weightsync.group import WeightGroup
 from services.weightsync.modes.staged import Slots, receive_staged
-from services.weightsync.plan import WeightPlan
 from services.weightsync.transfer import TransferOrder, Transferred
+from services.weightsync.weight_plan import WeightPlan
 
 
 class InplaceReceiver:

@@ -11,8 +11,8 @@ from services.weightsync.endpoints import WeightSource
 from services.weightsync.group import WeightGroup, Work
 from services.weightsync.modes.base import pack_weights
 from services.weightsync.modes.staged import Slots
-from services.weightsync.plan import WeightPlan
 from services.weightsync.transfer import TransferOrder, Transferred, make_statement
+from services.weightsync.weight_plan import WeightPlan
 
 
 class StagedSender:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from services.weightsync.endpoints import Place
-    from services.weightsync.plan import TensorSpec, WeightPlan
+    from services.weightsync.weight_plan import TensorSpec, WeightPlan
     from services.wire.data.model_inputs import ModelInputs
 
 FinishReason = Literal["stop", "length", "aborted"]

@@ -19,7 +19,7 @@ from services.common.runspec.engines import EngineKind
 from services.common.runspec.rollout import SpeculationSpec
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.engines.base import Decode
-from services.weightsync.plan import TensorSpec
+from services.weightsync.weight_plan import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from services.trainer.ranks.rank import Rank, canary_of
 from services.trainer.steps.fields import FieldScoring
 from services.trainer.steps.step import StepResult
 from services.weightsync.canary import Canary
-from services.weightsync.plan import TensorSpec
+from services.weightsync.weight_plan import TensorSpec
 from services.wire.batch import KVBatchMeta
 from services.wire.step_command import StepCommand
 

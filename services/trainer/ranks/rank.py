@@ -14,7 +14,6 @@ from services.common.callables import load_callable
 from services.common.errors import FailedPreconditionError, NotFoundError
 from services.common.runspec.run import RECORDERS, RunSpec
 from services.common.telemetry.metrics import PhaseTimer
-from services.trainer.batch.plan import StepPlan, plan_step, shard_of
 from services.trainer.batch.samples import (
     BatchFacts,
     Samples,
@@ -22,6 +21,7 @@ from services.trainer.batch.samples import (
     empty_samples,
     wanted_fields,
 )
+from services.trainer.batch.step_plan import StepPlan, plan_step, shard_of
 from services.trainer.checkpoint.checkpointer import Checkpointer, Snapshot
 from services.trainer.engines.base import OomLimitError, TrainEngine, score_text
 from services.trainer.ranks.training_recorder import TrainingRecorder

@@ -22,8 +22,8 @@ from services.common.runspec.run import RunSpec
 from services.common.telemetry.metrics import PhaseTimer
 from services.trainer.algorithm.loss import adapted_entropy, adapted_kl, kl_penalty
 from services.trainer.batch.columns import SCORED, TEACHER_STATES, check_columns
-from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import BatchFacts, Samples
+from services.trainer.batch.step_plan import StepPlan
 from services.trainer.checkpoint.compatibility import CRITIC
 from services.trainer.collectives import MetricTotals
 from services.trainer.engines.base import UNSCORED, Micros, Passes, TrainEngine

@@ -18,7 +18,7 @@ from services.common.stores import StoredSamples, join_url, open_samples
 from services.common.task_group import TaskGroup
 from services.transferqueue import metrics
 from services.transferqueue.index.index import Index
-from services.transferqueue.samples.store import SampleRecord, SampleStore, remove_store, store_path
+from services.transferqueue.records.store import SampleRecord, SampleStore, remove_store, store_path
 from services.transferqueue.shards import Shards
 from services.transferqueue.snapshots.snapshots import BlobClient
 from services.wire.batch import MISSING, KVBatchMeta

@@ -9,8 +9,8 @@ from torch import Tensor
 from services.weightsync.arena import WeightArena
 from services.weightsync.endpoints import WeightSource, on_device
 from services.weightsync.group import WeightGroup
-from services.weightsync.plan import WeightPlan
 from services.weightsync.transfer import TransferOrder, Transferred
+from services.weightsync.weight_plan import WeightPlan
 
 
 class Sender(Protocol):

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from services.weightsync.plan import TensorSpec, WeightPlan
+from services.weightsync.weight_plan import TensorSpec, WeightPlan
 
 _ALIGNMENT = 256
 

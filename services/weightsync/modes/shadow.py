@@ -12,7 +12,6 @@ from services.weightsync.group import WeightGroup
 from services.weightsync.modes.base import Receiver, pack_weights, packed_checksums
 from services.weightsync.modes.placing import Placer, whole_buffers
 from services.weightsync.modes.staged import Slots, receive_staged
-from services.weightsync.plan import WeightPlan
 from services.weightsync.transfer import (
     TransferError,
     TransferOrder,
@@ -20,6 +19,7 @@ from services.weightsync.transfer import (
     receive_version,
     send_version,
 )
+from services.weightsync.weight_plan import WeightPlan
 
 
 class ShadowSender:

@@ -16,13 +16,13 @@ from services.common.runspec.weight_modes import STAGING_SLOTS
 from services.weightsync.checksum import write_checksum
 from services.weightsync.endpoints import Place
 from services.weightsync.group import Channel, WeightGroup, Work
-from services.weightsync.plan import WeightPlan
 from services.weightsync.transfer import (
     TransferOrder,
     Transferred,
     check_statement,
     no_statement,
 )
+from services.weightsync.weight_plan import WeightPlan
 
 _ALIGNMENT: Final = 256
 

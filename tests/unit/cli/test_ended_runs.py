@@ -16,7 +16,7 @@ from services.controller.store.database import Database
 from services.controller.store.records import NewRun
 from services.controller.store.runs import RunStore
 from services.controller.store.tables import CHECKPOINTS
-from services.transferqueue.samples.store import SampleStore, store_path
+from services.transferqueue.records.store import SampleStore, store_path
 from tests.helpers.specs import changed
 from tests.unit.transferqueue.test_sample_store import NO_BOUND, made
 

@@ -8,7 +8,7 @@ import pytest
 from services.common.host import make_private
 from services.controller.store.database import Database
 from services.controller.store.lease import Leadership
-from services.transferqueue.samples.store import _opened
+from services.transferqueue.records.store import _opened
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.common.errors import FailedPreconditionError
-from services.trainer.batch.plan import Bounds
+from services.trainer.batch.step_plan import Bounds
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
 from services.trainer.engines.fsdp.oom import OomLimits

@@ -30,8 +30,8 @@ from services.weightsync.adapters import frozen_digest
 from services.weightsync.group import Channel, Work
 from services.weightsync.member import WeightMember
 from services.weightsync.modes.placing import Placer, whole_buffers
-from services.weightsync.plan import version_digest
 from services.weightsync.transfer import TransferOrder
+from services.weightsync.weight_plan import version_digest
 from services.wire.step_command import StepCommand
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.weight_members import MemoryStore

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.common.runspec.run import RunSpec
-from services.trainer.batch.plan import Bounds
+from services.trainer.batch.step_plan import Bounds
 from services.trainer.collectives import Ranks
 from services.trainer.engines.base import UNSCORED, OomLimitError
 from services.trainer.engines.fsdp.oom import (

@@ -12,9 +12,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from services.transferqueue.index.index import Index
-from services.transferqueue.samples import keeper
-from services.transferqueue.samples.keeper import SampleRecordKeeper
-from services.transferqueue.samples.store import SampleStore
+from services.transferqueue.records import keeper
+from services.transferqueue.records.keeper import SampleRecordKeeper
+from services.transferqueue.records.store import SampleStore
 from services.wire.batch import BlobRef
 from services.wire.transferqueue.types import SampleRecordQuery
 from tests.helpers.puts import put_of

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from services.common.errors import NotFoundError
-from services.transferqueue.samples.store import SampleRecord, SampleStore
+from services.transferqueue.records.store import SampleRecord, SampleStore
 from services.wire.transferqueue.types import SampleRecordQuery
 
 NO_BOUND = {"max_bytes": 1 << 30, "max_steps": 0}

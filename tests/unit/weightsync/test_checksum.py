@@ -3,7 +3,7 @@
 import torch
 
 from services.weightsync.arena import WeightArena
-from services.weightsync.plan import make_plan
+from services.weightsync.weight_plan import make_plan
 from tests.helpers.weight_members import SPECS
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from services.common.errors import DataLossError, FailedPreconditionError, UnavailableError
 from services.weightsync.member import SUPERSEDED
-from services.weightsync.plan import version_digest
+from services.weightsync.weight_plan import version_digest
 from tests.helpers.weight_members import Cluster, MemoryStore
 
 

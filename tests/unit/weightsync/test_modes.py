@@ -11,7 +11,7 @@ from services.weightsync.group import Channel
 from services.weightsync.modes import staged
 from services.weightsync.modes.base import pack_weights
 from services.weightsync.modes.placing import live_placer, whole_buffers
-from services.weightsync.plan import TensorSpec, make_plan, row_shards, version_digest
+from services.weightsync.weight_plan import TensorSpec, make_plan, row_shards, version_digest
 from tests.helpers.weight_members import Cluster, Sink
 
 MODES = ["shadow", "inplace", "cpu_async", "delta", "offloaded"]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.weightsync.plan import (
+from services.weightsync.weight_plan import (
     ALIGNMENT,
     TensorSpec,
     WeightShard,

@@ -26,7 +26,7 @@ from services.common.runspec.weight_modes import (
 from services.common.task_group import TaskGroup, unwrapped
 from services.controller.membership import Worker
 from services.controller.run.state.worker_failures import UnresponsiveError
-from services.weightsync.plan import TensorSpec, WeightPlan, make_plan, row_shards
+from services.weightsync.weight_plan import TensorSpec, WeightPlan, make_plan, row_shards
 from services.wire.weightsync import WeightSyncClient
 
 logger = logging.getLogger(__name__)

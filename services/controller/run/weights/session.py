@@ -30,7 +30,7 @@ from services.controller.run.weights.store_channel import (
 )
 from services.controller.run.weights.store_writer import StoreWriter
 from services.weightsync.canary import Canary, canary_tolerance
-from services.weightsync.plan import version_digest
+from services.weightsync.weight_plan import version_digest
 from services.wire.weightsync import TransferResult, WeightSyncClient
 
 logger = logging.getLogger(__name__)

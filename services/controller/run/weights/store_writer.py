@@ -18,7 +18,7 @@ from services.controller.run.weights.followers import Followers
 from services.controller.run.weights.members import WeightMembers, unpublishable
 from services.controller.run.weights.shelf import Shelf, StoredCopy
 from services.controller.run.weights.store_channel import StoreChannel, StoreTrouble
-from services.weightsync.plan import version_digest
+from services.weightsync.weight_plan import version_digest
 
 logger = logging.getLogger(__name__)
 

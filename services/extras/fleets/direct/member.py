@@ -41,9 +41,9 @@ from services.weightsync.endpoints import on_device
 from services.weightsync.group import RankAssignment, WeightGroup, form_group
 from services.weightsync.modes.base import Receiver
 from services.weightsync.modes.shadow import shadow_receiver
-from services.weightsync.plan import BUCKET_ALIGNMENT, version_digest
 from services.weightsync.shared_buffers import gpu_of
 from services.weightsync.transfer import TransferOrder
+from services.weightsync.weight_plan import BUCKET_ALIGNMENT, version_digest
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from services.weightsync.plan import WeightPlan
 from services.weightsync.transfer import TransferOrder
+from services.weightsync.weight_plan import WeightPlan
 
 Message = dict[str, Any]
 PING, FORM, RECEIVE, VALUE = "ping", "form", "receive", "value"

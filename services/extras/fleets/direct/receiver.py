@@ -11,8 +11,8 @@ from services.extras.fleets.direct.relay import GroupRelay
 from services.extras.fleets.direct.weights import DirectVersion, DirectWeights
 from services.weightsync.endpoints import WeightSink
 from services.weightsync.group import WeightGroup
-from services.weightsync.plan import WeightPlan, version_digest
 from services.weightsync.transfer import TransferOrder, Transferred
+from services.weightsync.weight_plan import WeightPlan, version_digest
 
 _MARGIN_S: Final = 2.0
 

@@ -47,8 +47,8 @@ from services.extras.fleets.direct.source import (
 )
 from services.extras.fleets.direct.weights import DirectFleet, DirectServer, DirectWeights
 from services.weightsync.group import RankAssignment, Work
-from services.weightsync.plan import WeightPlan
 from services.weightsync.transfer import HEADER_BYTES, TransferOrder, check_statement
+from services.weightsync.weight_plan import WeightPlan
 
 logger = logging.getLogger(__name__)
 

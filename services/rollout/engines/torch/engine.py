@@ -48,7 +48,7 @@ from services.rollout.engines.torch.decoding import DecodeBatch
 from services.weightsync.arena import copy_all
 from services.weightsync.endpoints import Place
 from services.weightsync.modes.placing import live_placer
-from services.weightsync.plan import TensorSpec, WeightPlan
+from services.weightsync.weight_plan import TensorSpec, WeightPlan
 from services.wire.data.model_inputs import ModelInputs, check_arguments, model_arguments
 
 _ROW_BYTES = 16

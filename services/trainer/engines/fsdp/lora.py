@@ -24,7 +24,7 @@ from services.trainer.collectives import local_part
 from services.trainer.model.experts import expert_adapter
 from services.trainer.model.quantized import QuantizedLinear, quantized_layers
 from services.weightsync.adapters import merged_weight
-from services.weightsync.plan import LORA_DOWN, LORA_UP
+from services.weightsync.weight_plan import LORA_DOWN, LORA_UP
 
 _BASE = ".base_layer."
 _ADAPTER = ".lora_"

@@ -16,7 +16,7 @@ from services.trainer.engines.fsdp.lora import (
 )
 from services.trainer.model.policy import Critic, Policy
 from services.weightsync.adapters import DIGEST_SPEC, FROZEN_DIGEST, frozen_digest
-from services.weightsync.plan import TensorSpec
+from services.weightsync.weight_plan import TensorSpec
 
 _ALONE = Ranks()
 

@@ -16,7 +16,7 @@ from services.controller.store import ledgers
 from services.controller.store.database import Database
 from services.controller.store.records import NewRun, Note
 from services.controller.store.runs import RunStore
-from services.transferqueue.samples.store import SampleRecord, SampleStore, store_path
+from services.transferqueue.records.store import SampleRecord, SampleStore, store_path
 from tests.helpers.rest import SPEC
 
 # Window title, clear screen, clipboard (OSC 52), C1 CSI, right-to-left override, rich markup, controls.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.controller import models
+from services.controller import schemas
 from services.controller.api import handlers, operations, rest
 from tests.helpers.pages import example
 from tests.helpers.rest import client_of, open_manager
@@ -17,7 +17,7 @@ def _added(tmp_path, monkeypatch):
         exec(example("adding.md", name, tmp_path).read_text(), names)
         return names
 
-    view = block("models.py", models)["LoadView"]
+    view = block("schemas.py", schemas)["LoadView"]
     monkeypatch.setattr(operations, "LoadView", view, raising=False)
     operation = block("operations.py", operations)["GetLoad"]
     monkeypatch.setattr(operations, "GetLoad", operation, raising=False)

@@ -11,7 +11,7 @@ from services.controller.api import errors, request_limits
 from services.controller.api.app import build_app
 from services.controller.api.principals import TokenStore
 from services.controller.fleets import named_fleet
-from services.controller.models import FleetRunView, FleetServerView, FleetView
+from services.controller.schemas import FleetRunView, FleetServerView, FleetView
 from services.controller.store.records import Note
 from services.controller.store.runs import RunStore
 from tests.helpers.rest import SPEC, api_of, client_of, named, open_manager, save

@@ -6,8 +6,8 @@ import pytest
 
 from services.common.runspec.loader import SpecError, canonical_json, parse_spec
 from services.controller.manager.changes import patched_spec
-from services.controller.models import RunPatch
 from services.controller.run.state.requests import resource_needs
+from services.controller.schemas import RunPatch
 from tests.helpers.rest import named
 
 

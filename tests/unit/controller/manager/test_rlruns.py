@@ -13,8 +13,8 @@ from kubernetes.client import ApiException
 from services.common.errors import UnavailableError
 from services.controller.launch.launcher import ExternalLauncher
 from services.controller.manager.runs import RunManager
-from services.controller.models import RunPatch
 from services.controller.rules.run_state import RunState
+from services.controller.schemas import RunPatch
 from services.controller.store.records import Note, Run, RunFilter
 from services.controller.store.tables import RUNS
 from services.extras.kubernetes.rlruns import (

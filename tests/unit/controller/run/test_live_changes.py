@@ -7,9 +7,9 @@ import pytest
 
 from services.common.errors import FailedPreconditionError, UnavailableError
 from services.controller.launch.launcher import ExternalLauncher
-from services.controller.models import PauseOptions, RunPatch
 from services.controller.rules.ledger import GroupState
 from services.controller.run.train.checkpoints import CheckpointStore
+from services.controller.schemas import PauseOptions, RunPatch
 from services.controller.store.records import Submission
 from services.controller.store.rows import read_requests
 from services.controller.store.runs import StaleRevisionError

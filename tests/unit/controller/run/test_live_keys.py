@@ -10,7 +10,7 @@ import pytest
 
 from services.common.rpc.server import serve
 from services.controller.api.membership import MembershipServicer
-from services.controller.models import RunPatch
+from services.controller.schemas import RunPatch
 from services.controller.settings import ControllerSettings
 from services.controller.store.records import EventFilter
 from services.rollout.engines.base import EngineStats

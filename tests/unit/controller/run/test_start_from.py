@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.controller.models import ForkRequest, PauseOptions
+from services.controller.schemas import ForkRequest, PauseOptions
 from services.controller.store import ledgers as ledger_store
 from services.controller.store.records import Submission
 from tests.helpers.rest import open_manager

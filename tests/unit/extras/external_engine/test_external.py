@@ -13,7 +13,7 @@ from services.extras.external_engine.request_segments import Segment, TokenChunk
 from services.extras.external_engine.shared_tensors import open_shared
 from services.rollout.engines.base import EngineCapabilities, EngineDiedError, GenerationResult
 from services.rollout.engines.engine_config import ModelShape
-from services.weightsync.plan import TensorSpec
+from services.weightsync.weight_plan import TensorSpec
 from tests.helpers.engines import request, running, until
 from tests.helpers.placing import place_all
 

@@ -14,7 +14,7 @@ from services.extras.external_engine.in_place import (
 )
 from services.extras.external_engine.layout import Piece, UnknownLayoutError, copy_weights
 from services.weightsync.endpoints import Place
-from services.weightsync.plan import WeightPlan
+from services.weightsync.weight_plan import WeightPlan
 from tests.helpers.placing import place_all
 from tests.unit.extras.external_engine.test_layout import VOCAB, checkpoint, engine_parameters
 

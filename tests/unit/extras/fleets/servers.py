@@ -28,7 +28,7 @@ from services.extras.fleets.vllm_server import VllmServer, build
 from services.extras.fleets.weights import FleetWeights
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.engines.engine_config import EngineConfig
-from services.weightsync.plan import TensorSpec
+from services.weightsync.weight_plan import TensorSpec
 from services.wire.controller import WORKER_EVENTS
 from tests.helpers.engines import running, until
 from tests.helpers.ports import free_port

@@ -30,7 +30,7 @@ from services.extras.fleets.protocol import (
 from services.extras.fleets.vllm_server import VllmServer
 from services.extras.fleets.weights import FleetWeights, adapter_weights
 from services.weightsync.adapters import FROZEN_DIGEST, frozen_digest
-from services.weightsync.plan import LORA_DOWN, LORA_UP
+from services.weightsync.weight_plan import LORA_DOWN, LORA_UP
 from tests.helpers.engines import until
 from tests.unit.extras.fleets.servers import LOCAL, TOKEN, FakeEngine, FakeServer, serving
 

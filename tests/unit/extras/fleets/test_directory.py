@@ -10,7 +10,7 @@ import pytest
 from services.common.errors import InvalidArgumentError, NotFoundError
 from services.common.runspec.engines import ENGINES
 from services.controller.fleets import NoFleets
-from services.controller.models import FleetServerView
+from services.controller.schemas import FleetServerView
 from services.extras.fleets.command import _rows
 from services.extras.fleets.directory import FleetDirectory
 from services.extras.fleets.labels import LOADING, Label

@@ -11,10 +11,10 @@ import pytest
 
 from services.common.errors import NotFoundError
 from services.common.stores import join_url
-from services.extras.objects import samples, transfers
+from services.extras.objects import sample_records, transfers
 from services.extras.objects.connection import ObjectFolder
-from services.extras.objects.samples import ObjectSamples
-from services.transferqueue.samples.store import SampleStore
+from services.extras.objects.sample_records import ObjectSamples
+from services.transferqueue.records.store import SampleStore
 from services.wire.transferqueue.types import SampleRecordQuery
 from tests.helpers.s3 import Relay, needs_s3
 from tests.unit.transferqueue.test_sample_store import NO_BOUND, made, trained
@@ -29,7 +29,7 @@ Opener = Callable[[], ObjectSamples]
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "_FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(transfers, "_MAX_PAUSE_S", 0.2)
-    monkeypatch.setattr(samples, "_EVERY_S", 0.05)
+    monkeypatch.setattr(sample_records, "_EVERY_S", 0.05)
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_the_oldest_objects_beyond_the_limits_are_deleted(
 def test_objects_have_a_bounded_size(
     opened: Opener, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples, "_OBJECT_BYTES", 1000)
+    monkeypatch.setattr(sample_records, "_OBJECT_BYTES", 1000)
     path = tmp_path / "run.db"
     SampleStore(path).write([made(number) for number in range(20)], **NO_BOUND)
     upload(opened(), path)
@@ -306,7 +306,7 @@ def test_training_is_uploaded_after_the_newest_one_was_deleted(
 def test_a_run_that_goes_on_after_the_deadline_of_its_last_uploads_is_uploaded(
     opened: Opener, tmp_path: Path, relay: Relay, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples, "_LAST_S", 0.1)
+    monkeypatch.setattr(sample_records, "_LAST_S", 0.1)
     path, uploads = tmp_path / "run.db", opened()
     SampleStore(path).write([made(1)], **NO_BOUND)
     relay.set("refuse")

@@ -21,8 +21,8 @@ from services.common.fields import MODEL_INPUTS
 from services.common.runspec.run import RunSpec
 from services.extras.replay import files
 from services.extras.replay.comparing import compare_records
-from services.extras.replay.planning import plan_replay
 from services.extras.replay.recorder import StepRecorder, start_digests
+from services.extras.replay.replay_plan import plan_replay
 from services.extras.replay.training import RecordedBatches
 from services.trainer.ranks.rank import Rank
 from services.wire.data.jagged import Jagged

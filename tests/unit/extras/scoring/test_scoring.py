@@ -5,7 +5,7 @@ import torch
 
 from services.common.errors import FailedPreconditionError
 from services.extras.scoring.leader import Scorer, ScoringLeader
-from services.trainer.batch.plan import Bounds
+from services.trainer.batch.step_plan import Bounds
 from services.trainer.engines.base import UNSCORED
 from services.trainer.engines.fsdp.oom import OomLimits
 from services.trainer.model.policy import freeze

@@ -14,7 +14,7 @@ from services.controller.membership import Worker
 from services.controller.run.weights import members as members_module
 from services.controller.run.weights.members import WeightMembers
 from services.controller.run.weights.session import WeightSession
-from services.weightsync.plan import TensorSpec, make_plan, row_shards
+from services.weightsync.weight_plan import TensorSpec, make_plan, row_shards
 from services.wire.weightsync import Agreed, Described
 
 TENSORS = (TensorSpec("embed", (64, 4), "float32"),)
