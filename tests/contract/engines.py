@@ -166,6 +166,7 @@ def _open_engine(
     tied: bool,
     arguments: dict[str, Any],
     in_place: bool = False,
+    returns_masks: bool = False,
 ) -> AbstractAsyncContextManager[Engine]:
     order = EngineConfig(
         config=model_config(tied=tied),
@@ -175,6 +176,7 @@ def _open_engine(
         decode=decode,
         arguments=arguments,
         is_written_in_place=in_place,
+        returns_masks=returns_masks,
         sleeps=True,
     )
     return _shared(f"{name} tied={tied} {in_place}", lambda: make_engine(name, order))
@@ -196,7 +198,7 @@ def open_sglang(
     *, tied: bool = True, in_place: bool = False
 ) -> AbstractAsyncContextManager[Engine]:
     """Yields SGLang on the CPU, which never changes the layout of weights."""
-    return _open_engine("sglang", tied=tied, arguments={})
+    return _open_engine("sglang", tied=tied, arguments={}, returns_masks=True)
 
 
 def _param(name: str, open_engine: OpenEngine, *, needs: str | None = None) -> Any:

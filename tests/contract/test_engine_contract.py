@@ -199,7 +199,9 @@ async def test_sampling_masks_have_the_tokens_that_could_be_drawn(open_engine: O
         result, other, _ = await asyncio.gather(
             whole,
             engine.generate(
-                request("p", PROMPT, max_tokens=9, top_k=9, top_p=0.5, returns_mask=True)
+                request(
+                    "p", PROMPT, max_tokens=9, top_k=9, top_p=0.5, returns_mask=True, top_logprobs=3
+                )
             ),
             engine.generate(request("free", PROMPT, max_tokens=9)),
         )
@@ -214,11 +216,19 @@ async def test_sampling_masks_have_the_tokens_that_could_be_drawn(open_engine: O
                 kept = [~entries[start], *entries[start + 1 : end]]
                 ranked = everything[row].exp().sort(descending=True)
                 before = ranked.values.cumsum(0) - ranked.values
-                most = ranked.values[:top_k].sum()  # top_p is relative to these tokens
+                # top_p is relative to these tokens, but in SGLang to all.
+                is_joint = engine.capabilities.name == "sglang"
+                most = 1.0 if is_joint else ranked.values[:top_k].sum()
                 size = min(top_k, int((before < top_p * most).sum()))
                 assert sorted(kept) == sorted(ranked.indices[:size].tolist())
                 relative = everything[row][kept].log_softmax(0)[kept.index(found.token_ids[row])]
                 assert found.logprobs[row] == pytest.approx(float(relative), abs=TOLERANCE)
+                if found is other:
+                    best = everything[row][kept].log_softmax(0).sort(descending=True).values[:3]
+                    table = torch.from_numpy(found.top_logprobs[row])
+                    assert set(table[: len(best), 0].tolist()) <= set(kept)
+                    torch.testing.assert_close(table[: len(best), 1], best, atol=TOLERANCE, rtol=0)
+                    assert bool((table[len(best) : -1, 1] < -1e4).all())
 
 
 @real_engines

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sglang
 import torch
 from sglang import Engine
 from sglang.srt.managers import io_struct
@@ -30,8 +31,13 @@ from services.extras.external_engine.request_segments import (
     convert_experts,
 )
 from services.extras.sglang.images import ImageInputs
-from services.extras.sglang.outputs import new_tokens
-from services.rollout.engines.base import EngineCapabilities, EngineDiedError, RoutedExperts
+from services.extras.sglang.outputs import new_masks, new_tokens, top_of_masks
+from services.rollout.engines.base import (
+    EngineCapabilities,
+    EngineDiedError,
+    GenerationRequest,
+    RoutedExperts,
+)
 from services.rollout.engines.engine_config import EngineConfig, write_sglang_config
 from services.wire.data.model_inputs import ModelInputs
 
@@ -89,6 +95,7 @@ def memory_saver(config: EngineConfig) -> dict[str, bool]:
 
 _LOADER = "services.extras.sglang.worker.load"
 _TELLS_EXPERTS = "enable_return_routed_experts"
+_MAX_MASK = "sampling_mask_max_tokens"
 # ServerArgs is not a dataclass in newer releases, but has a signature in all of them.
 _OPTIONS = frozenset(inspect.signature(ServerArgs).parameters)
 _SLEEPING = ["kv_cache", "weights"]
@@ -96,8 +103,26 @@ _IDLE_TIMEOUT_S = 30.0
 _DIED = "the SGLang engine died; see its log lines above"
 
 
+def sampling_masks(config: EngineConfig) -> dict[str, str]:
+    """Returns the arguments of an engine that reports the tokens that could be drawn.
+
+    FlashInfer keeps all tokens that are as likely as the last of ``top_k``, so a mask could have any size.
+    """
+    return {"sampling_backend": "pytorch"} if config.returns_masks else {}
+
+
 def build(config: EngineConfig) -> ExternalEngine:
-    """Builds the engine; :meth:`ExternalEngine.run` starts it."""
+    """Builds the engine; :meth:`ExternalEngine.run` starts it.
+
+    Raises:
+        ValueError: If SGLang is too old to report the tokens that could be drawn.
+    """
+    if config.returns_masks and _MAX_MASK not in _OPTIONS:
+        raise ValueError(
+            "rollout.sampling.top_k or top_p excludes tokens, and SGLang reports which from version 0.5.21 "
+            f"on, but {sglang.__version__} is installed; upgrade it, set top_p to 1 and top_k to 0, or "
+            "rollout.engine to torch"
+        )
     exact = exact_tokens(config.config.to_dict(), "sglang")
     if exact is not None:
         config = replace(config, arguments={"context_length": exact, **config.arguments})
@@ -129,6 +154,7 @@ class SglangBackend:
             "enable_deterministic_inference": config.is_reproducible,
             **kernels(config),
             **memory_saver(config),
+            **sampling_masks(config),
             **config.precision_arguments(engine_kind("sglang")),
             **config.arguments,
         }
@@ -141,6 +167,7 @@ class SglangBackend:
             seeds=bool(self._arguments["enable_deterministic_inference"]),
             routed_experts=_TELLS_EXPERTS in _OPTIONS
             and (config.device.type != "cpu" or pins_memory()),
+            sampling_masks=config.returns_masks,
             top_logprobs=True,
             model_inputs=config.images is not None,
         )
@@ -215,22 +242,24 @@ class SglangBackend:
             sampling["sampling_seed"] = request.seed % 2**63
         # SGLang aborts by name prefix, so no name may be a prefix of another.
         name = f"{segment.segment_id};"
-        routing_argument: dict[str, Any] = (
-            {} if self.routing is None else {"return_routed_experts": True}
-        )
+        reports: dict[str, Any] = {} if self.routing is None else {"return_routed_experts": True}
+        if request.returns_mask:
+            reports["return_sampling_mask"] = True
         num_top = min(request.top_logprobs, self._vocab_size)
         outputs = self._request(
             name,
             segment.context_ids,
             sampling,
             request.model_inputs,
-            **routing_argument,
+            **reports,
             stream=True,
             extra_key=segment.cache_salt,
             logprob_start_len=-1,
             top_logprobs_num=num_top,
         )
-        stream = _Stream(self, name, outputs, experts_from=segment.experts_from, num_top=num_top)
+        stream = _Stream(
+            self, name, outputs, request, experts_from=segment.experts_from, num_top=num_top
+        )
         # The stream's first turn in the event loop sends the request; only then can an abort find
         # it.
         await asyncio.sleep(0)
@@ -357,8 +386,16 @@ class _Stream:
     """Token stream of one segment."""
 
     def __init__(
-        self, backend: SglangBackend, name: str, outputs: Any, *, experts_from: int, num_top: int
+        self,
+        backend: SglangBackend,
+        name: str,
+        outputs: Any,
+        request: GenerationRequest,
+        *,
+        experts_from: int,
+        num_top: int,
     ) -> None:
+        self._returns_mask = request.returns_mask
         self._num_top = num_top
         self._experts_from = experts_from
         self._backend = backend
@@ -380,9 +417,19 @@ class _Stream:
             raise
         # Outputs are cumulative.
         is_first = self._num_seen == 0
-        token_ids, logprobs, top = new_tokens(info, self._num_seen, self._num_top)
-        self._num_seen += len(token_ids)
         finish = info["finish_reason"]
+        if finish is not None and finish.get("status_code"):
+            # An abort of this adapter has no status, and its segment is submitted again.
+            raise EngineDiedError(f"SGLang refused a request: {finish.get('message')}")
+        token_ids, logprobs, top = new_tokens(info, self._num_seen, self._num_top)
+        mask = None
+        if self._returns_mask and token_ids:
+            mask, masked_logprobs = new_masks(info, self._num_seen, len(token_ids))
+            if top is not None:
+                shifts = np.subtract(masked_logprobs, logprobs).tolist()
+                top = top_of_masks(top, mask, shifts, self._num_top)
+            logprobs = masked_logprobs
+        self._num_seen += len(token_ids)
         if finish is None:
             self._next = asyncio.ensure_future(anext(self._outputs))
         else:
@@ -393,6 +440,7 @@ class _Stream:
             cached_tokens=info.get("cached_tokens", 0) if is_first else 0,
             finish_reason=None if finish is None else finish["type"],
             routed_experts=self._experts(info) if self._is_over else None,
+            sampling_mask=mask,
             top_logprobs=top,
         )
 

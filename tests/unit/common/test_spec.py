@@ -318,8 +318,17 @@ def test_a_value_in_a_message_can_be_copied_into_a_specification(value: object) 
             ["rollout.engine_arguments.return_sampling_mask", "rollout.sampling.top_k"],
         ),
         (
-            changed(rollout={"engine": "sglang", "sampling": {"top_k": 8}}),
-            ["rollout.sampling.top_k", "'sglang'", "torch, vllm"],
+            changed(rollout={"engine": "fake", "sampling": {"top_k": 8}}),
+            ["rollout.sampling.top_k", "'fake'", "torch, vllm, sglang"],
+        ),
+        (
+            changed(
+                rollout={
+                    "engine": "sglang",
+                    "engine_arguments": {"sampling_mask_max_tokens": 8},
+                }
+            ),
+            ["rollout.engine_arguments.sampling_mask_max_tokens", "rollout.sampling.top_k"],
         ),
         (changed(trainer={"updates_per_step": 5}), ["updates_per_step", "prompts_per_step"]),
         (changed(trainer={"accumulate_early": True}), ["accumulate_early", "max_staleness", "0"]),
