@@ -20,13 +20,19 @@ from services.common.runspec.base import SpecPart
 from services.common.runspec.data import DataSpec, PromptSourceSpec
 from services.common.runspec.run import TINY_PREFIX, RunSpec
 from services.extras.init.commented_yaml import Comments, commented_yaml
-from services.rollout.data.sources import Row, open_source
+from services.rollout.data.sources import Row, column_value, has_column, open_source
 
 _PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages")
-_ANSWERS = ("answer", "solution", "ground_truth", "target", "label", "output")
+_ANSWERS = (
+    *("answer", "solution", "ground_truth", "reward_model.ground_truth", "target", "label"),
+    "output",
+)
+# Tests of programs, as public data sets of programming tasks name them.
+_TESTS = ("input_output", "test_list", "test_cases", "tests", "test", "unit_tests", "public_tests")
 _EXAMPLE = ("sort4.yaml", "sort4.py")
 # The examples are next to the package in the repository, and inside it when installed.
 _EXAMPLE_FOLDERS = (Path(__file__).parents[3] / "examples", Path(__file__).parents[2] / "examples")
+_OWN_REWARD = "task.py:reward"
 _PROMPTS_PER_STEP = 32
 # Rows that are examined for the form of their answers.
 _MAX_ROWS = 16
@@ -66,7 +72,7 @@ _UNFIT_COMMENT = ("else it does not fit on this GPU",)
 def init(
     model: Annotated[str, typer.Argument(help="Folder, Hugging Face id or tiny: preset.")] = "",
     data: Annotated[
-        str, typer.Argument(help="JSONL or Parquet file, file.py:function or Hugging Face id.")
+        str, typer.Argument(help="JSONL, Parquet or CSV file, file.py:function or Hugging Face id.")
     ] = "",
     file: Annotated[
         Path | None,
@@ -120,13 +126,28 @@ def init(
     console.print(
         f"wrote {file}; `slipstream validate {shlex.quote(str(file))}` checks it", highlight=False
     )
+    for step in _open_steps(document, rows, file):
+        console.print(f"before that, {step}", highlight=False, markup=False)
+
+
+def _open_steps(document: dict[str, Any], rows: "_Rows", file: Path) -> Iterator[str]:
+    """Yields what the user has to add to the specification."""
+    if not _column(rows.first[0], _PROMPTS):
+        columns = ", ".join(map(repr, rows.first[0]))
+        yield f"set data.prompt_column to the column with the prompts, one of {columns}"
+    rewards = [reward["name"] for reward in document["rollout"].get("rewards", ())]
+    if _OWN_REWARD in rewards and not file.with_name("task.py").exists():
+        yield (
+            f"write {file.with_name('task.py')} with a function reward(prompt, response, answer, row) that "
+            "returns a number: no column of the data has answers"
+        )
 
 
 def _document(file: Path, model: str, source: PromptSourceSpec, rows: "_Rows") -> dict[str, Any]:
     """Returns the specification of a model and its first rows of data."""
     row, is_tiny = rows.first[0], model.startswith(TINY_PREFIX)
-    prompt, answer = _column(row, _PROMPTS), _column(row, _ANSWERS)
-    form = _answer_form([str(data_row.get(answer) or "") for data_row in rows.first])
+    prompt, task = _column(row, _PROMPTS), _task(rows)
+    is_chat = all(isinstance(column_value(row, prompt), list) for row in rows.first)
     is_large = has_gpus() and not is_tiny
     return {
         "name": _name(file),
@@ -135,19 +156,29 @@ def _document(file: Path, model: str, source: PromptSourceSpec, rows: "_Rows") -
         "data": {
             "train": {"source": source.source, "path": _path(source.path, source.source, file)},
             "prompt_column": prompt or "prompt",
-            "answer_column": answer or None,
-            **({"prompt_template": form.template} if form.template else {}),
-            "chat_template": not is_tiny and not _are_rendered(rows, prompt),
+            **({} if task.loss == "dpo" else {"answer_column": task.answer or None}),
+            **({"prompt_template": task.template} if task.template else {}),
+            "chat_template": is_chat or (not is_tiny and not _are_rendered(rows, prompt)),
             "max_prompt_tokens": 1024,
         },
         "rollout": {
-            "engine": "vllm" if is_large and find_spec("vllm") else "torch",
-            "replicas": 2 if is_tiny else 1,
-            "group_size": 8,
+            **(
+                {}
+                if task.loss
+                else {
+                    "engine": "vllm" if is_large and find_spec("vllm") else "torch",
+                    "replicas": 2 if is_tiny else 1,
+                    "group_size": 8,
+                }
+            ),
             "max_response_tokens": 64 if is_tiny else 1024,
-            "rewards": [{"name": form.reward if answer else "task.py:reward"}],
+            **({"rewards": [{"name": task.reward}]} if task.reward else {}),
         },
-        "algorithm": {"advantage": "grpo", "loss": "ppo", "max_staleness": 1},
+        "algorithm": (
+            {"loss": task.loss}
+            if task.loss
+            else {"advantage": "grpo", "loss": "ppo", "max_staleness": 1}
+        ),
         "trainer": {
             "steps": 100,
             "prompts_per_step": min(_PROMPTS_PER_STEP, rows.count),
@@ -157,6 +188,39 @@ def _document(file: Path, model: str, source: PromptSourceSpec, rows: "_Rows") -
             "checkpoint": {"every": 20, "keep": 2},
         },
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """Task of a data set's rows."""
+
+    answer: str = ""
+    """Column that the reward compares with; empty if there is none."""
+    reward: str = ""
+    template: str = ""
+    loss: str = ""
+    """Loss that learns the rows' own answers; empty if responses are sampled."""
+
+
+def _task(rows: "_Rows") -> _Task:
+    """Returns the task of preference pairs, conversations, programs or questions, by the columns."""
+    row = rows.first[0]
+    if "chosen" in row and "rejected" in row:
+        return _Task(loss="dpo")
+    if tests := _column(row, [name for name in _TESTS if row.get(name)]):
+        return _Task(tests, "code_tests")
+    if answer := _column(row, _ANSWERS):
+        form = _answer_form([str(column_value(row, answer) or "") for row in rows.first])
+        return _Task(answer, form.reward, form.template)
+    if all(_has_answers(column_value(row, _column(row, _PROMPTS))) for row in rows.first):
+        return _Task(loss="sft")
+    return _Task(reward=_OWN_REWARD)
+
+
+def _has_answers(prompt: object) -> bool:
+    """Returns True for a conversation that the assistant ends."""
+    last = prompt[-1] if isinstance(prompt, list) and prompt else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 def _are_rendered(rows: "_Rows", prompt: str) -> bool:
@@ -300,7 +364,7 @@ def _answer_form(answers: Sequence[str]) -> _AnswerForm:
 
 
 def _column(row: Row, columns: Sequence[str]) -> str:
-    return next((name for name in columns if name in row), "")
+    return next((name for name in columns if has_column(row, name)), "")
 
 
 def _path(data: str, source: str, file: Path) -> str:

@@ -209,3 +209,66 @@ def test_init_applies_no_template_to_prompts_that_one_has_rendered(tmp_path, pro
     result = CliRunner().invoke(app, ["init", "org/model", str(rows), "--file", str(file)])
     assert result.exit_code == 0, result.output
     assert yaml.safe_load(file.read_text())["data"]["chat_template"] is not is_rendered
+
+
+_CHAT = [{"role": "user", "content": "1+1"}]
+_TOLD = [*_CHAT, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "steps"),
+    [
+        ({"prompt": _CHAT, "answer": "2"}, {"data.chat_template": True}, []),
+        (
+            {"prompt": _CHAT, "reward_model": {"ground_truth": "2"}},
+            {"data.answer_column": "reward_model.ground_truth", "rollout.rewards": "exact_match"},
+            [],
+        ),
+        (
+            {
+                "problem": "Add 1.",
+                "solutions": [],
+                "input_output": '{"inputs": ["1"], "outputs": ["2"]}',
+            },
+            {"data.answer_column": "input_output", "rollout.rewards": "code_tests"},
+            [],
+        ),
+        (
+            {"prompt": "Add 1.", "test_list": ["assert f(1) == 2"], "solution": "def f(x): ..."},
+            {"data.answer_column": "test_list", "rollout.rewards": "code_tests"},
+            [],
+        ),
+        (
+            {"messages": _TOLD},
+            {"algorithm": {"loss": "sft"}, "data.answer_column": None, "rollout.rewards": None},
+            [],
+        ),
+        (
+            {"prompt": "1+1", "chosen": "2", "rejected": "3"},
+            {"algorithm": {"loss": "dpo"}, "rollout.rewards": None},
+            [],
+        ),
+        ({"prompt": "Write."}, {"rollout.rewards": "task.py:reward"}, ["task.py"]),
+        ({"text": "a", "level": 3}, {}, ["one of 'text', 'level'", "task.py"]),
+    ],
+    ids=["chat", "verl", "apps", "mbpp", "sft", "dpo", "no answer", "no prompt"],
+)
+def test_init_knows_tasks_by_their_columns_and_names_the_steps_that_are_left(
+    tmp_path, row, changes, steps
+):
+    rows, file = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    rows.write_text(json.dumps(row) + "\n")
+    result = CliRunner().invoke(app, ["init", "tiny:qwen2-0.4m", str(rows), "--file", str(file)])
+    assert result.exit_code == 0, result.output
+    document = yaml.safe_load(file.read_text())
+    for key, expected in changes.items():
+        section, _, name = key.partition(".")
+        value = document[section].get(name) if name else document[section]
+        assert (value[0]["name"] if name == "rewards" and value else value) == expected
+    lines = " ".join(result.output.split()).split("before that, ")[1:]
+    assert len(lines) == len(steps)
+    for line, step in zip(lines, steps, strict=True):
+        assert step in line
+    if not steps:
+        checked = CliRunner().invoke(app, ["validate", str(file)])
+        assert checked.exit_code == 0, checked.output
