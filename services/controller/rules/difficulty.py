@@ -157,6 +157,8 @@ def trains_nothing(
         reward + _penalty(member, algorithm.overlong, max_response_tokens)
         for reward, member in zip(_stored(members), members, strict=True)
     ]
+    if len(members) == 1 and not algorithm.advantage_kind.compares_members:
+        return not (trained[0] and scores[0])  # the baseline of a group of one is 0
     return not _have_advantages(kind, scores, trained)
 
 

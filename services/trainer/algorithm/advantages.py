@@ -15,7 +15,12 @@ from services.trainer.batch.segments import Segments
 _STD_EPSILON = 1e-6
 _WHITEN_EPSILON = 1e-8
 _ROUNDING = 64 * torch.finfo(torch.float64).eps
-"""Relative distance from the mean that counts as rounding."""
+"""Relative size of a difference that counts as rounding."""
+
+
+def without_rounding(differences: Tensor, scale: Tensor) -> Tensor:
+    """Replaces differences of numbers of the size ``scale`` by 0 if they are mere rounding."""
+    return torch.where(differences.abs() > _ROUNDING * scale.abs(), differences, 0.0)
 
 
 def _group_mean(values: Tensor, groups: Tensor) -> Tensor:
@@ -121,9 +126,9 @@ def gdpo(terms: Mapping[str, Tensor], groups: Tensor, *, weights: Mapping[str, f
     Returns:
         ``[N]`` advantages.
     """
-    terms_of_rewards = [weight * grpo(terms[name], groups) for name, weight in weights.items()]
+    parts = torch.stack([weight * grpo(terms[name], groups) for name, weight in weights.items()])
     # The mean over the batch is 0, because each group's is; to subtract it would only add its rounding.
-    total = torch.stack(terms_of_rewards).sum(0)
+    total = without_rounding(parts.sum(0), parts.abs().sum(0))
     deviation = total.square().sum().div(max(len(total) - 1, 1)).sqrt()
     return total / (deviation + _STD_EPSILON)
 
@@ -271,9 +276,9 @@ def whiten(
     # Center first: as a difference of two large sums, the variance could be mere rounding error.
     mean = total / count.clamp(min=1)
     centred = torch.where(mask, masked - mean, 0.0)
-    # The mean of equal values may differ from them by its rounding.
-    centred = torch.where(centred.abs() > _ROUNDING * mean.abs(), centred, 0.0)
     variance = sum_over_ranks(centred.square().sum()) / (count - 1).clamp(min=1)
+    # The mean of equal values may differ from them by its rounding, which that of other values adds to.
+    centred = without_rounding(centred, mean.abs() + variance.sqrt())
     return (centred * torch.rsqrt(variance + _WHITEN_EPSILON)).to(values.dtype)
 
 
@@ -303,7 +308,7 @@ def overlong_penalty(
         buffer_tokens: Tokens before the limit over which the penalty grows linearly; above 0.
 
     Returns:
-        ``[N]`` float in ``[-factor, 0]``, of the default dtype.
+        ``[N]`` float64 in ``[-factor, 0]``, the same numbers by which dynamic sampling decides.
     """
-    over = (lengths - (max_tokens - buffer_tokens)).to(torch.get_default_dtype())
+    over = (lengths - (max_tokens - buffer_tokens)).to(torch.float64)
     return -(over / buffer_tokens).clamp(min=0.0, max=1.0) * factor

@@ -140,7 +140,8 @@ def remax(batch: ScoredBatch, *, gamma: float) -> Tensor:
             "algorithm.advantage 'remax' needs one greedy response in each group, but "
             f"{num_lacking} groups have none; check the rollouts' logs"
         )
-    return _returns(batch, gamma) - batch.segments.expand(batch.greedy_scores[batch.prompts])
+    baseline = batch.segments.expand(batch.greedy_scores[batch.prompts])
+    return advantages.without_rounding(_returns(batch, gamma) - baseline, baseline)
 
 
 def gae(

@@ -49,6 +49,48 @@ def test_a_group_of_equal_terms_gets_exactly_nothing_among_others() -> None:
     assert bool((result[7:] != 0).all())
 
 
+def test_terms_that_cancel_give_exactly_nothing() -> None:
+    right = torch.tensor([1.0, 0.0, 0.0, 0.3, 0.9, 0.7], dtype=torch.float64)
+    terms = {"right": right, "brief": torch.where(torch.arange(6) < 3, 1.0 - right, right)}
+    groups = torch.tensor([0] * 3 + [1] * 3)
+    result = advantages.gdpo(terms, groups, weights={"right": 1.0, "brief": 1.0})
+    assert not result[:3].any()
+    assert bool((result[3:] != 0).all())
+
+
+def test_a_group_of_equal_scores_is_whitened_to_exactly_nothing_if_the_mean_is_only_rounded() -> (
+    None
+):
+    scores = torch.tensor([1.0, 0.0, 0.0, 0.7, 0.7, 0.7], dtype=torch.float64)
+    centred = advantages.group_baseline(scores, torch.tensor([0] * 3 + [1] * 3))
+    assert centred.mean() != 0
+    result = _whitened(centred, torch.ones(6, dtype=torch.bool))
+    assert not result[3:].any()
+    assert bool((result[:3] != 0).all())
+
+
+def test_token_rewards_with_the_greedy_score_as_sum_give_remax_exactly_nothing() -> None:
+    earned = torch.tensor([0.1, 0.2, 0.4, 0.0], dtype=torch.float64)
+    batch = ScoredBatch(
+        scores=torch.zeros(1),
+        groups=torch.zeros(1, dtype=torch.int64),
+        lengths=torch.ones(1),
+        greedy_scores=torch.tensor([0.7], dtype=torch.float64),
+        prompts=torch.zeros(1, dtype=torch.int64),
+        terms={},
+        places=torch.zeros(1, dtype=torch.int64),
+        segments=Segments.from_lengths(torch.tensor([4])),
+        rewards=earned,
+        mask=torch.ones(4, dtype=torch.bool),
+        trained=torch.ones(4, dtype=torch.bool),
+        values=None,
+        sum_over_ranks=lambda part: part,
+    )
+    result = estimators.remax(batch, gamma=1.0)
+    assert result[0] == 0
+    torch.testing.assert_close(result, torch.tensor([0.0, -0.1, -0.3, -0.7]).double())
+
+
 def test_rloo_matches() -> None:
     inputs, expected = case("advantages_group", "rloo")
     result = advantages.rloo(flat(inputs["scores"]), groups_of(inputs["groups"]))
@@ -178,7 +220,9 @@ def test_the_overlong_penalty_matches() -> None:
         buffer_tokens=inputs["buffer"],
         factor=inputs["factor"],
     )
-    torch.testing.assert_close(penalty, torch.tensor(expected["penalty"]), atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(
+        penalty, torch.tensor(expected["penalty"]).double(), atol=1e-7, rtol=1e-6
+    )
 
 
 def test_length_adaptive_gae_decays_by_length_and_leaves_the_targets_alone() -> None:

@@ -26,6 +26,8 @@ REWARDS = [
     (-1.0, 1.0, -1.0, 1.0),
     (0.1 + 0.2, 0.3, 0.3, 0.3),
     (1000.0, 1000.0001, 1000.0, 1000.0),
+    (0.5,),
+    (0.0,),
 ]
 TERMS = [({"right": 1.0, "style": 0.0}, {"right": 0.0, "style": 1.0})[i % 2] for i in range(4)]
 DECIDED = [name for name, kind in ADVANTAGES.items() if kind.idle_groups]
@@ -72,7 +74,7 @@ def has_advantages(
         greedy_scores=torch.zeros(1, dtype=torch.float64),
         prompts=torch.zeros(len(rewards), dtype=torch.int64),
         terms={
-            name: torch.tensor([term[name] for term in TERMS], dtype=torch.float64)
+            name: torch.tensor([term[name] for term in TERMS[: len(rewards)]], dtype=torch.float64)
             for name in ("right", "style")
         },
         places=torch.arange(len(rewards)),
@@ -96,9 +98,9 @@ def has_advantages(
 def test_a_group_is_replaced_if_and_only_if_its_estimator_gives_no_advantage(
     advantage: str, rewards: tuple[float, ...]
 ) -> None:
-    spec, lengths = spec_of(advantage), [3, 5, 2, 4]
+    spec, lengths = spec_of(advantage, min_group_size=1), [3, 5, 2, 4][: len(rewards)]
     reason = unfit_reason(samples_of(rewards, lengths), spec, may_refill=True)
-    assert (reason is None) == has_advantages(spec, rewards, lengths, [True] * 4)
+    assert (reason is None) == has_advantages(spec, rewards, lengths, [True] * len(rewards))
 
 
 @pytest.mark.parametrize("lengths", [[3, 5, 2, 4], [8, 8, 8, 8], [8, 2, 8, 7]])
@@ -114,6 +116,14 @@ def test_penalties_and_masks_of_long_responses_count(
     reason = unfit_reason(samples, spec, may_refill=True, max_response_tokens=LIMIT)
     trains = [not masks or end == "stop" for end in ends]
     assert (reason is None) == has_advantages(spec, rewards, lengths, trains)
+
+
+def test_a_penalty_that_equals_a_difference_of_rewards_counts_as_in_the_trainer() -> None:
+    spec = spec_of("pass_at_k", overlong={"buffer_tokens": 3, "penalty": 1.0})
+    rewards, lengths = (2 / 3, 1 / 3), [6, 3]
+    samples = samples_of(rewards, lengths)
+    reason = unfit_reason(samples, spec, may_refill=True, max_response_tokens=LIMIT)
+    assert (reason is None) == has_advantages(spec, rewards, lengths, [True, True])
 
 
 def test_terms_decide_if_the_advantage_is_of_single_terms() -> None:
