@@ -165,7 +165,7 @@ def _described(first: Tensor, second: Tensor) -> str:
     if first.dim() == 0 or second.dim() == 0:
         return f"{first.item()} and {second.item()}"
     length = min(len(first), len(second))
-    differs = (first[:length] != second[:length]).reshape(length, -1).any(1).nonzero().flatten()
+    differs = (first[:length] != second[:length]).unsqueeze(-1).flatten(1).any(1).nonzero()
     if len(differs) == 0:
         return f"{len(first)} and {len(second)} entries"
     index = int(differs[0])

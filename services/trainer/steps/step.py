@@ -401,7 +401,8 @@ def without_unscored(samples: Samples, plan: StepPlan) -> tuple[Samples, StepPla
     left_out = torch.zeros(len(samples.rows), dtype=torch.bool)
     left_out[list(plan.left_out)] = True
     for column in columns:
-        unscored = (column == UNSCORED).reshape(len(column), -1).any(1)
+        # A rank may have no samples, so ``reshape(len(column), -1)`` would be ambiguous.
+        unscored = (column == UNSCORED).unsqueeze(-1).flatten(1).any(1)
         left_out |= samples.segments.count(unscored) > 0
     if not left_out.any():
         return samples, plan

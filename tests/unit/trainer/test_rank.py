@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from services.common.runspec.trainer import CriticSpec
-from services.trainer.batch.samples import IncompleteBatchError
+from services.trainer.batch.columns import SCORED
+from services.trainer.batch.samples import IncompleteBatchError, empty_samples
+from services.trainer.batch.step_plan import StepPlan
 from services.trainer.ranks.rank import StepProfiler
+from services.trainer.steps.step import without_unscored
 from services.trainer.steps.updates import NotFiniteError
 from services.wire.data.jagged import Jagged
 from services.wire.step_command import StepCommand
@@ -302,6 +305,14 @@ def test_a_critic_whose_gradient_is_no_number_is_counted_and_left_as_it_is() -> 
     metrics = rank.train(StepCommand(1, queue.meta)).metrics
     assert (metrics["nonfinite_critic"], metrics["nonfinite_updates"]) == (1, 0)
     assert all(map(torch.equal, before, critic.parameters()))
+
+
+@pytest.mark.parametrize("shape", [(), (5, 2)])
+@pytest.mark.parametrize("name", SCORED)
+def test_a_rank_without_samples_leaves_none_out(name: str, shape: tuple[int, ...]) -> None:
+    samples = empty_samples(("rollout_logprobs",)).with_tokens(**{name: torch.zeros(0, *shape)})
+    plan = StepPlan(updates=(((),),))
+    assert without_unscored(samples, plan) == (samples, plan)
 
 
 def test_a_critic_that_never_trains_ends_the_run_like_a_policy_that_never_trains() -> None:
