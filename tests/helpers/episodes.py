@@ -19,6 +19,7 @@ from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, Queue, queue_of
+from tests.helpers.columns import rows_of
 
 GROUP_SIZE = 3
 
@@ -77,7 +78,7 @@ def branched_episodes(
         "greedy": (0,) * len(samples),
     }
     return queue_of(
-        {name: Jagged.from_list(rows) for name, rows in columns.items()}, tags
+        {name: Jagged.from_list(rows_of(rows)) for name, rows in columns.items()}, tags
     ), episodes
 
 

@@ -64,7 +64,7 @@ class SampleRecorder:
         assignment: GroupAssignment,
         prompt: Prompt,
         samples: Sequence[Sample],
-        fields: Mapping[str, Sequence[Tensor]],
+        fields: Mapping[str, Any],
     ) -> None:
         """Stores the records of a group; counts and logs a failure instead of raising an error.
 

@@ -43,6 +43,8 @@ from services.rollout.workflows.turns import (
     top_logprobs,
     version_runs,
 )
+from services.wire.data.encoding.packing import Values
+from services.wire.data.jagged import Jagged
 from services.wire.data.model_inputs import ModelInputs
 
 logger = logging.getLogger(__name__)
@@ -177,7 +179,7 @@ def sample_fields(
     columns: Sequence[str] = (),
     has_masks: bool = False,
     num_top: int = 0,
-) -> dict[str, list[Tensor]]:
+) -> dict[str, Values]:
     """Returns the tensors of the samples by field name, as the data dictionary defines them.
 
     Args:
@@ -203,28 +205,26 @@ def sample_fields(
     turns = [(turn, s.finish_reason != "failed") for s in samples for turn in s.turns]
     masks = ((turn.is_sampled and is_trained,) * len(turn.token_ids) for turn, is_trained in turns)
     versions = row_of(chain.from_iterable(runs), np.int32).reshape(-1, 2)
-    rewards = [sample.score.value for sample in samples]
-    # One tensor for all samples, whose rows are views: a tensor for each row takes longer than its values.
-    fields: dict[str, list[Tensor]] = {
-        name: list(values.split(lengths))
+    # One tensor for all samples: a tensor for each row takes longer than its values.
+    row_lengths = torch.tensor(lengths)
+    fields: dict[str, Values] = {
+        name: Jagged(values, row_lengths)
         for name, values in (
             ("response_ids", row_of((turn.token_ids for turn, _ in turns), np.int32)),
             ("response_mask", row_of(masks, np.bool_)),
             ("rollout_logprobs", row_of((turn.logprobs for turn, _ in turns), np.float32)),
         )
     }
-    fields["version_runs"] = list(versions.split(list(map(len, runs))))
-    fields["rewards"] = list(torch.tensor(rewards, dtype=torch.float32).unbind())
+    fields["version_runs"] = Jagged(versions, torch.tensor(list(map(len, runs))))
+    fields["rewards"] = torch.tensor([s.score.value for s in samples], dtype=torch.float32)
+    numbers: dict[str, list[tuple[float, ...]]] = {
+        name: [sample.columns.get(name, ()) for sample in samples] for name in columns
+    }
     if has_token_rewards:
-        fields[TOKEN_REWARDS] = [
-            torch.tensor(sample.token_rewards or (0.0,) * len(sample.response_ids))
-            for sample in samples
-        ]
-    for name in columns:
-        fields[name] = [
-            torch.tensor(sample.columns.get(name) or (0.0,) * len(sample.response_ids))
-            for sample in samples
-        ]
+        numbers[TOKEN_REWARDS] = [sample.token_rewards for sample in samples]
+    for name, rows in numbers.items():
+        values = [row or (0.0,) * length for row, length in zip(rows, lengths, strict=True)]
+        fields[name] = Jagged(row_of(values, np.float32), row_lengths)
     if routing is not None:
         fields[ROUTED_EXPERTS] = [_experts(sample, routing) for sample in samples]
     if has_masks:

@@ -21,6 +21,7 @@ from services.trainer.batch.samples import IncompleteBatchError, empty_samples, 
 from services.wire.data.jagged import Jagged
 from services.wire.step_command import StepCommand
 from tests.helpers.batches import Queue, policy_of, random_queue, rank_of, spec_of
+from tests.helpers.columns import rows_of
 from tests.helpers.pages import example
 
 
@@ -112,8 +113,8 @@ async def test_a_column_travels_and_is_no_part_of_the_reward() -> None:
         columns=dict(score.columns),
     )
     fields = sample_fields([sample, sample], columns=("other", "missing"))
-    assert fields["other"][1].tolist() == [-3.0, -4.0]
-    assert fields["missing"][0].tolist() == [0.0, 0.0]
+    assert rows_of(fields["other"])[1].tolist() == [-3.0, -4.0]
+    assert rows_of(fields["missing"])[0].tolist() == [0.0, 0.0]
 
 
 def test_an_advantage_gets_its_columns(tmp_path: Path) -> None:

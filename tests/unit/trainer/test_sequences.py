@@ -19,6 +19,7 @@ from services.trainer.steps.fields import FieldScoring
 from services.wire.data.jagged import Jagged
 from services.wire.step_command import StepCommand
 from tests.helpers.batches import engine_of, policy_of, rank_of, spec_of
+from tests.helpers.columns import rows_of
 from tests.helpers.episodes import branched_episodes
 
 
@@ -133,7 +134,7 @@ def test_experts_and_masks_follow_their_tokens_into_each_sequence() -> None:
     )
     fields = sample_fields([sample], shape, has_masks=True)
     rows = {**fields, "prompt_ids": prompt_fields([sample])}
-    sequences = sequences_of({name: Jagged.from_list(row) for name, row in rows.items()})
+    sequences = sequences_of({name: Jagged.from_list(rows_of(row)) for name, row in rows.items()})
     assert ROUTED_EXPERTS in rows
     assert sequences.experts is not None
     expert_rows = [row[:, 0, 0].tolist() for row in sequences.experts.unbind()]

@@ -11,6 +11,7 @@ from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput
 from services.rollout.rewards.scorer import Scorer
 from services.rollout.sampling.samples import sample_fields
+from tests.helpers.columns import rows_of
 from tests.unit.rollout.sampling.test_sampler import assignment, sampling
 
 REWARDS = """
@@ -69,7 +70,7 @@ async def test_one_reward_in_five_fails_and_no_score_is_unearned(rewards: str, p
     samples = [sample for group in outcome.published.values() for sample in group]
     scored = [sample for sample in samples if sample.finish_reason != "failed"]
     assert all(sample.score.value == earned(decode(sample.response_ids)) > 0 for sample in scored)
-    masks = sample_fields(samples)["response_mask"]
+    masks = rows_of(sample_fields(samples)["response_mask"])
     assert [bool(mask.any()) for mask in masks] == [s.finish_reason != "failed" for s in samples]
     assert (len(scored) == len(samples)) == (policy == "regenerate")
 

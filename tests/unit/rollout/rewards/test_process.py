@@ -18,6 +18,7 @@ from services.rollout.sampling.progress_cache import (
 from services.rollout.sampling.samples import placed_rewards, sample_fields
 from services.rollout.workflows.base import Episode
 from services.rollout.workflows.turns import Turn, observed, trained_once
+from tests.helpers.columns import rows_of
 from tests.unit.rollout.sampling.test_sampler import assignment, sampling
 
 REWARDS = """
@@ -119,11 +120,11 @@ async def test_a_sample_has_a_reward_for_each_token_of_its_response(rewards: str
             sampler.start([assignment("g0")])
             await outcome.wait_for(1)
     samples = outcome.published["g0"]
-    fields = sample_fields(samples, has_token_rewards=True)
+    rewards = rows_of(sample_fields(samples, has_token_rewards=True)["token_rewards"])
     for row, sample in enumerate(samples):
         lengths = [len(each.token_ids) for each in sample.turns]
         expected = [0.0] * (lengths[0] - 1) + [float(lengths[0])]
         expected += [0.0] * lengths[1] + [0.0] * (lengths[2] - 1) + [float(lengths[2])]
-        assert fields["token_rewards"][row].tolist() == expected
+        assert rewards[row].tolist() == expected
         assert sample.score.value == lengths[0] + lengths[2]
     assert "token_rewards" not in sample_fields(samples)

@@ -34,6 +34,7 @@ from services.rollout.workflows.base import Episode, SingleTurn
 from services.rollout.workflows.turns import Turn
 from services.wire.workers import GroupAssignment
 from slipstream.rollout.v1 import rollout_pb2 as pb
+from tests.helpers.columns import rows_of
 from tests.helpers.engines import made, make_engine, running, until, weights_of
 
 ROWS = [{"prompt": text, "answer": "x"} for text in ("12=", "345=", "", "6" * 40, "é", 7)]
@@ -157,7 +158,7 @@ async def test_groups_are_published_whole_with_fields_and_tags_that_agree() -> N
         sampler.start([assignment("a"), assignment("b", 1)])
         await outcome.wait_for(2)
     samples = outcome.published["a"]
-    fields = sample_fields(samples)
+    fields = {name: rows_of(values) for name, values in sample_fields(samples).items()}
     prompt = PromptStore(
         DataSpec(train={"source": "jsonl", "path": "rows"}),  # type: ignore[arg-type]
         {"train": ROWS},
@@ -266,7 +267,7 @@ async def test_masked_failures_train_no_token() -> None:
         sampler.start([assignment("a")])
         await outcome.wait_for(1)
     samples = outcome.published["a"]
-    masks = sample_fields(samples)["response_mask"]
+    masks = rows_of(sample_fields(samples)["response_mask"])
     failed = [sample.finish_reason == "failed" for sample in samples]
     assert sorted(failed) == [False, False, True]
     assert [not bool(mask.any()) for mask in masks] == failed
