@@ -7,10 +7,11 @@ therefore passed to it inside ``\boxed{}``, which it parses completely.
 
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -142,7 +143,7 @@ def _is_said(expected: str, lines: list[str]) -> bool:
         short = "" if None in (units.split(expected)[1], units.split(short)[1]) else short
     if short:
         return _same(expected, short)
-    gold = [] if spelling.is_text(expected) else _read(expected)
+    gold = () if spelling.is_text(expected) else _read(expected)
     return any(_verify(gold, _parse(candidate, wanted)) for wanted in (_SEARCH, _SEARCH_UNITS))
 
 
@@ -328,15 +329,17 @@ def _is_share(value: Any) -> bool:
     return isinstance(value, Expr) and value.is_number and bool(abs(value) < 1)
 
 
-def _read(answer: str) -> list[Any]:
+@lru_cache(maxsize=256)
+def _read(answer: str) -> tuple[Any, ...]:
+    """Returns the expressions of a final answer. A row's answer is read for each response of its group."""
     parts = spelling.alternatives(answer)
     if 1 < len(parts) <= _MAX_PARTS and (union := _union(parts)):
-        return union
+        return tuple(union)
     latex = spelling.as_latex(answer)
     for each in (latex, *spelling.rewritten(latex)):
         if found := _parse(f"{_BOX}{each}}}", _READ, fallback_mode="no_fallback"):
-            return found
-    return []
+            return tuple(found)
+    return ()
 
 
 def _parse(text: str, wanted: list[Any], **options: Any) -> list[Any]:
@@ -363,7 +366,7 @@ def _is_equal(gold: Any, found: Any, **options: Any) -> bool:
         return bool(math_verify.verify(gold, found, timeout_seconds=_LIBRARY_TIMEOUT_S, **options))
 
 
-def _verify(gold: list[Any], found: list[Any]) -> bool:
+def _verify(gold: Iterable[Any], found: Iterable[Any]) -> bool:
     return any(_equal(one, other) for one in gold for other in found)
 
 
