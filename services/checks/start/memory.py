@@ -133,8 +133,7 @@ def _planned(
         spec, gpus=total_gpus(spec) if gpus is None else gpus
     )
     engines = 0 if spec.topology.is_colocated else beside_trainer.count("rollout")
-    trainer = trainer_memory(spec, config, gpu_bytes=gpu_bytes, engines=engines)
-    fitted_spec = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines)
+    fitted_spec, trainer = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines)
     rollout = plan_of(spec, config, gpu_bytes=gpu_bytes, roles=beside_rollout, checks=False)
     why = ""
     try:

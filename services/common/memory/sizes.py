@@ -156,10 +156,10 @@ def weight_bytes(config: PretrainedConfig, dtype: torch.dtype) -> float:
 
 def shapes_of(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a model's weights by name; computed once for each configuration."""
-    return _shapes_of(_ConfigKey(config))
+    return _shapes_of(ConfigKey(config))
 
 
-class _ConfigKey:
+class ConfigKey:
     """Key of a cache for a configuration, by identity; the configuration must not change afterwards.
 
     A plan of a whole run asks for one configuration thousands of times, and transformers copies it deeply
@@ -173,21 +173,21 @@ class _ConfigKey:
         return id(self.config)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ConfigKey) and other.config is self.config
+        return isinstance(other, ConfigKey) and other.config is self.config
 
 
 def config_dict(config: PretrainedConfig) -> Mapping[str, Any]:
     """Returns a configuration as a mapping, without a copy at each call."""
-    return _cached_dict(_ConfigKey(config))
+    return _cached_dict(ConfigKey(config))
 
 
 @lru_cache(maxsize=8)
-def _cached_dict(key: _ConfigKey) -> Mapping[str, Any]:
+def _cached_dict(key: ConfigKey) -> Mapping[str, Any]:
     return key.config.to_dict()
 
 
 @lru_cache(maxsize=8)
-def _shapes_of(key: _ConfigKey) -> dict[str, tuple[int, ...]]:
+def _shapes_of(key: ConfigKey) -> dict[str, tuple[int, ...]]:
     return _shapes_described(type(key.config), key.config.to_json_string(use_diff=False))  # type: ignore[arg-type]
 
 

@@ -6,8 +6,9 @@ the backward pass; it was within 5 % of the peak of two runs on H200s (a 1.5B mo
 tokens: 110 GiB on one GPU, 96 on two with ``zero_stage`` 1).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import lcm, prod
 from typing import Any, Final, Literal
@@ -16,6 +17,7 @@ from transformers import PretrainedConfig
 
 from services.common.callables import load_callable
 from services.common.memory.sizes import (
+    ConfigKey,
     ModelSize,
     Shapes,
     config_dict,
@@ -213,8 +215,7 @@ def trainer_memory(
     Args:
         engines: Rollouts that decode on the same GPU while it trains.
     """
-    spec = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines)
-    return _memory_of(spec, config, gpu_bytes=gpu_bytes)
+    return fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines)[1]
 
 
 def fitted(
@@ -223,8 +224,8 @@ def fitted(
     *,
     gpu_bytes: int,
     engines: int = 0,
-) -> RunSpec:
-    """Returns the run with a value for each of trainer's ``activation_checkpointing`` and ``keep_gathered``.
+) -> tuple[RunSpec, TrainerMemory]:
+    """Gives trainer's ``activation_checkpointing`` and ``keep_gathered`` a value; returns its memory too.
 
     All processes of a run choose the same value from the same numbers. The arguments are those of
     :func:`trainer_memory`.
@@ -242,37 +243,38 @@ def fitted(
         memory = _memory_of(fitted_spec, config, gpu_bytes=gpu_bytes)
         if (memory.reserved if engines else SPARE * memory.used) <= room:
             break
-    return fitted_spec
+    return fitted_spec, memory
 
 
 def _memory_of(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> TrainerMemory:
     """Predicts the memory of the rank that needs the most; ranks differ between pipeline stages."""
-    shapes = shapes_of(config)
-    text = config_dict(config.get_text_config())
-    head, num_stages = head_in_layers(text, shapes), spec.trainer.pipeline_parallel
-    division = stage_layers(int(text["num_hidden_layers"]), num_stages, head=head)
     memories = [
         _memory_of_stage(spec, config, stage, gpu_bytes=gpu_bytes)
-        for stage in _stages(config, shapes, division)
+        for stage in _stages(ConfigKey(config), spec.trainer.pipeline_parallel)
     ]
     return max(memories, key=lambda memory: memory.used)
 
 
-def _stages(
-    config: PretrainedConfig, shapes: Shapes, division: Sequence[range]
-) -> "Iterator[_Stage]":
-    """Yields what each pipeline stage holds at most."""
-    is_tied = bool(config.get_text_config().tie_word_embeddings)
+@lru_cache(maxsize=8)
+def _stages(key: ConfigKey, num_stages: int) -> "list[_Stage]":
+    """Returns what each pipeline stage holds at most."""
+    shapes, text_config = shapes_of(key.config), key.config.get_text_config()
+    is_tied, text = bool(text_config.tie_word_embeddings), config_dict(text_config)
+    head = head_in_layers(text, shapes)
+    division = stage_layers(int(text["num_hidden_layers"]), num_stages, head=head)
+    stages = []
     for number, layers in enumerate(division):
         held_shapes = {
             name: size
             for name, size in shapes.items()
-            if len(division) == 1 or number in stages_of(name, division, is_tied=is_tied)
+            if num_stages == 1 or number in stages_of(name, division, is_tied=is_tied)
         }
         # Micro-batches before the first backward pass: under 1F1B as many as there are stages from this
         # one on, and all if there are fewer of them than stages.
-        num_packs = len(division) - min(number, 1)
-        yield _Stage(held_shapes, len(layers), num_packs, has_head=number == len(division) - 1)
+        num_packs = num_stages - min(number, 1)
+        has_head = number == num_stages - 1
+        stages.append(_Stage(held_shapes, len(layers), num_packs, has_head=has_head))
+    return stages
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,9 @@ import torch
 from transformers import AutoConfig
 
 from services.checks.start.memory import smallest_change
-from services.common.memory.sizes import shapes_of, weight_bytes
+from services.common.memory.sizes import ConfigKey, weight_bytes
 from services.common.memory.trainer import _computed, _stages, fitted, trainer_memory
 from services.common.models.loading import build_model
-from services.common.models.stages import stage_layers
 from services.common.runspec.trainer import LoraSpec
 from services.trainer.engines.fsdp.lora import add_adapters
 from services.trainer.model.flops import model_weights
@@ -172,8 +171,7 @@ def test_stages_hold_all_micro_batches_of_an_update_that_has_fewer_than_stages()
         "qwen2", vocab_size=128, hidden_size=1024, num_hidden_layers=8, num_attention_heads=8
     )
     spec = spec_with(trainer={"engine": "stages", "world_size": 4, "pipeline_parallel": 4})
-    division = stage_layers(8, 4)
-    held = [stage.num_packs for stage in _stages(config, shapes_of(config), division)]
+    held = [stage.num_packs for stage in _stages(ConfigKey(config), 4)]
     assert held == [4, 3, 3, 3]
     assert trainer_memory(spec, config, gpu_bytes=10**11).used > 0
 
@@ -208,7 +206,7 @@ def test_gathered_weights_are_kept_unless_only_a_plan_without_them_fits():
     def plan(gpu_gb, **trainer):
         keys = {"activation_checkpointing": "auto", "tokens_per_micro_batch": 4096, **trainer}
         spec = spec_with(trainer={"prompts_per_step": 8, "dtype": "bfloat16", **keys})
-        chosen = fitted(spec, QWEN, gpu_bytes=int(gpu_gb * 1e9)).trainer
+        chosen = fitted(spec, QWEN, gpu_bytes=int(gpu_gb * 1e9))[0].trainer
         memory = trainer_memory(spec, QWEN, gpu_bytes=int(gpu_gb * 1e9))
         return chosen, memory
 

@@ -21,7 +21,6 @@ from services.common.memory.trainer import (
     compiles_asleep,
     fitted,
     resident_memory,
-    trainer_memory,
 )
 from services.common.models.loading import (
     build_model,
@@ -274,8 +273,7 @@ def fitted_to_gpu(spec: RunSpec, settings: TrainerSettings, *, device: torch.dev
         spec = spec.model_copy(update={"trainer": trainer})
     gpu_bytes = torch.cuda.get_device_properties(device).total_memory
     engines = 0 if spec.topology.is_colocated else settings.gpu_neighbours.count("rollout")
-    memory = trainer_memory(spec, config, gpu_bytes=gpu_bytes, engines=engines)
-    fitted_spec = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines)
+    fitted_spec, memory = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines)
     logger.info(
         "memory planned",
         extra={

@@ -46,13 +46,15 @@ def test_7b_with_adapters_fits_on_one_gpu_of_79_gb_by_default() -> None:
     # Rollout and trainer compute the same plan independently.
     rollout = plan_of(spec, QWEN_7B, gpu_bytes=79 * GB, roles=["trainer"])
     assert rollout == memory.rollout
-    alone = fitted(spec, QWEN_7B, gpu_bytes=79 * GB, engines=1)
+    alone, _ = fitted(spec, QWEN_7B, gpu_bytes=79 * GB, engines=1)
     assert alone.trainer == memory.spec.trainer
 
 
 def test_more_memory_is_used_for_less_computation() -> None:
     ways = [
-        fitted(spec_of(lora=lora()), QWEN_7B, gpu_bytes=size * GB).trainer.activation_checkpointing
+        fitted(spec_of(lora=lora()), QWEN_7B, gpu_bytes=size * GB)[
+            0
+        ].trainer.activation_checkpointing
         for size in (60, 90, 140)
     ]
     assert ways == [True, "selective", False]
