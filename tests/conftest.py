@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import os
 import sys
 import zlib
@@ -59,6 +60,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Lets records of all loggers reach the root's handlers.
+
+    Pytest else adds handlers to each of the 57 loggers that do not propagate, most of them torch's, and
+    removes them, six times in each test.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.hookimpl(optionalhook=True)
