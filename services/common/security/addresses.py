@@ -3,6 +3,7 @@
 import ipaddress
 import re
 import unicodedata
+from contextlib import suppress
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -30,10 +31,10 @@ _HOST_AND_PORT: Final = re.compile(
     r"(?P<host>\[[0-9a-f:.%]+\]|[\w.-]*[a-z_][\w.-]*|\d+(?:\.\d+){1,3}|\d{8,10}):\d{1,5}(?:[/?#].*)?",
     re.IGNORECASE | re.DOTALL,
 )
-# Forms of an IPv4 address that resolvers accept, but no number or version has: 0x7f000001, 0177.0.0.1, 127.1.
+# Forms of an IPv4 address that no number has: 0x7f000001, 0177.0.0.1, 127.1. Digits alone may be of a phone.
 _OLD_IP: Final = re.compile(
     r"0x[\da-f]{7,8}|(?:0x[\da-f]+\.|0\d+\.(?=[^.]+\.[^.]+\.))(?:0x[\da-f]+|\d+)(?:\.(?:0x[\da-f]+|\d+)){0,2}"
-    r"|127(?:\.\d+){1,2}|0\d{9,11}|[1-9]\d{8,9}"
+    r"|127(?:\.\d+){1,2}"
 )
 _IMAGE_REGISTRY: Final = re.compile(
     r"(?P<host>localhost|[\w-]+(?:\.[\w-]+)+|\[[0-9a-f:.]+\]|[\w.-]+(?=:))(?::\d+)?/"
@@ -48,14 +49,14 @@ def hosts_in(text: str) -> set[str]:
         for match in _URL.finditer(text)
         if match[0].partition(":")[0].lower() not in ("file", "data")
     }
-    stripped = text.strip()
+    stripped = text.strip().rstrip(".")
     if address := _HOST_AND_PORT.fullmatch(stripped):
         hosts.add(address["host"].strip("[]").lower())
     elif _is_ip(stripped.partition("/")[0]) or stripped.lower() == "localhost":
         hosts.add(stripped.partition("/")[0].strip("[]").lower())
     for candidate in _SEPARATORS.split(text):
         address = _HOST_AND_PORT.fullmatch(candidate)
-        host = (address["host"] if address else candidate.partition("/")[0]).strip("[]").lower()
+        host = (address["host"] if address else candidate.partition("/")[0]).strip("[].").lower()
         is_local = not address and host.endswith((".internal", ".svc", ".cluster.local"))
         if is_local or _OLD_IP.fullmatch(host) or (re.search(r"\d", host) and _is_ip(host)):
             hosts.add(host)
@@ -89,15 +90,12 @@ def is_private(host: str) -> bool:
 
 
 def _host_of(url: str) -> str:
-    try:
-        return (urlsplit(url).hostname or "").lower()
-    except ValueError:  # invalid brackets
-        return url.lower()
+    with suppress(ValueError):  # invalid brackets
+        return (urlsplit(url).hostname or "").lower().rstrip(".")
+    return url.lower()
 
 
 def _is_ip(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text.strip("[]").partition("%")[0])
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(text.strip("[]").partition("%")[0]))
+    return False

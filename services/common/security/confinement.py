@@ -334,7 +334,8 @@ class _Judge:
             argument = next((name for name in reversed(key.split(".")) if not name.isdecimal()), "")
             hosts = addresses.hosts_in(value)
             # Names of arguments are judged, too, each below its own key.
-            if not hosts and value not in ("", argument) and addresses.names_address(argument):
+            is_other = value in ("", argument) or (value == "0" and re.search("[^s]s$", argument))
+            if not hosts and not is_other and addresses.names_address(argument):
                 hosts = {addresses.host_of(value)}
         elif kind == "registry":
             registry = addresses.registry_of(value)
@@ -458,9 +459,11 @@ def _verifiers_names(key: str, arguments: Any) -> Iterator[tuple[str, Kind, Any]
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yields all texts of a value with their keys, including the keys of mappings, which user code reads."""
+    """Yields all texts of a value with their keys, keys of mappings, and integers that may be addresses."""
     if isinstance(value, str):
         yield key, value
+    elif type(value) is int and (value == 0 or value >= 1 << 24):
+        yield key, str(value)
     elif isinstance(value, Mapping):
         for name, inner in value.items():
             yield key, str(name)
