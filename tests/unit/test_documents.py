@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
@@ -46,12 +47,16 @@ _HELM_OPTIONS = {
 }  # fmt: skip
 
 
-def shown(*programs: str) -> list:
-    return [
-        pytest.param(command, id=f"{named(page)}: {command}")
-        for page, command in dict.fromkeys(SHOWN)
-        if command.program in programs
-    ]
+def wrong(program: str, check: Callable[[Command], None]) -> dict[str, str]:
+    """Returns the commands of a program that fail a check, by page, with the error."""
+    errors = {}
+    for page, command in dict.fromkeys(SHOWN):
+        if command.program == program:
+            try:
+                check(command)
+            except AssertionError as error:
+                errors[f"{named(page)}: {command}"] = str(error)
+    return errors
 
 
 def test_commands_are_found_wherever_a_document_shows_them(tmp_path):
@@ -69,18 +74,21 @@ def test_commands_are_found_wherever_a_document_shows_them(tmp_path):
         "slipstream submit b.yaml",
         "slipstream watch SUBSTITUTED",
     ]
-    for wrong in ("slipstream runn", "slipstream run a.yaml --sett x=1", "slipstream run a b"):
-        command = Command("slipstream", tuple(wrong.split()[1:]), is_whole=True)
+    for text in ("slipstream runn", "slipstream run a.yaml --sett x=1", "slipstream run a b"):
+        command = Command("slipstream", tuple(text.split()[1:]), is_whole=True)
         with pytest.raises(AssertionError):
-            test_every_command_of_ours_exists_with_its_options_and_arguments(command)
+            check_own_command(command)
 
 
 def options(command: Command) -> list[str]:
     return [word.partition("=")[0] for word in command.arguments if re.match(r"--?[A-Za-z]", word)]
 
 
-@pytest.mark.parametrize("command", shown("slipstream"))
-def test_every_command_of_ours_exists_with_its_options_and_arguments(command):
+def test_every_command_of_ours_exists_with_its_options_and_arguments():
+    assert wrong("slipstream", check_own_command) == {}
+
+
+def check_own_command(command: Command) -> None:
     if not command.arguments or command.arguments[0].startswith("-"):
         assert set(options(command)) <= _OWN_OPTIONS
         return
@@ -159,8 +167,11 @@ def test_every_key_and_metric_that_a_document_names_exists(page):
     assert unknown == set()
 
 
-@pytest.mark.parametrize("command", shown("make"))
-def test_every_target_and_variable_of_make_exists(command):
+def test_every_target_and_variable_of_make_exists():
+    assert wrong("make", check_make_command) == {}
+
+
+def check_make_command(command: Command) -> None:
     for word in command.arguments:
         variable, separator, _ = word.partition("=")
         if separator:
@@ -169,8 +180,11 @@ def test_every_target_and_variable_of_make_exists(command):
             assert re.search(rf"^{re.escape(word)}:", MAKE, re.MULTILINE), f"there is no {word}"
 
 
-@pytest.mark.parametrize("command", shown("helm"))
-def test_every_helm_command_names_files_and_values_that_are_there(command):
+def test_every_helm_command_names_files_and_values_that_are_there():
+    assert wrong("helm", check_helm_command) == {}
+
+
+def check_helm_command(command: Command) -> None:
     assert set(options(command)) <= _HELM_OPTIONS
     for option, value in pairwise(command.arguments):
         if option in ("-f", "--values") and value.startswith("deploy/"):
@@ -194,8 +208,11 @@ def assert_value_exists(key: str) -> None:
         found = inner if isinstance(inner, dict) else {}
 
 
-@pytest.mark.parametrize("command", shown("python"))
-def test_every_module_that_is_run_exists(command):
+def test_every_module_that_is_run_exists():
+    assert wrong("python", check_modules) == {}
+
+
+def check_modules(command: Command) -> None:
     modules = [
         module
         for option, module in pairwise(command.arguments)
@@ -204,8 +221,11 @@ def test_every_module_that_is_run_exists(command):
     assert [module for module in modules if find_spec(module) is None] == []
 
 
-@pytest.mark.parametrize("command", shown("python"))
-def test_code_of_a_command_imports_what_exists(command):
+def test_code_of_a_command_imports_what_exists():
+    assert wrong("python", check_imports) == {}
+
+
+def check_imports(command: Command) -> None:
     codes = [code for option, code in pairwise(command.arguments) if option == "-c"]
     for node in ast.walk(ast.parse("\n".join(codes))):
         if isinstance(node, ast.ImportFrom):
@@ -257,15 +277,19 @@ COUNTERPARTS = [
 ]
 
 
-@pytest.mark.parametrize(("key", "value"), dict.fromkeys(COUNTERPARTS), ids=str)
-def test_the_counterparts_of_other_systems_settings_are_keys_and_values(key, value):
+def test_the_counterparts_of_other_systems_settings_are_keys_and_values():
+    for key, value in dict.fromkeys(COUNTERPARTS):
+        check_counterpart(key, value)
+
+
+def check_counterpart(key: str, value: str) -> None:
     if f"## {key}" not in RUNSPEC:  # a list has a section of its items
         assert_key_exists(key)
     if value:
         part, _, name = key.partition(".")
         model = {"path": "Qwen/Qwen2-7B-Instruct"}  # a model that an engine on a GPU decodes
         spec = spec_with(model=model, **{part: {name: yaml.safe_load(value)}})
-        assert getattr(getattr(spec, part), name) == value
+        assert getattr(getattr(spec, part), name) == value, key
 
 
 def test_the_translated_verl_command_is_a_specification():

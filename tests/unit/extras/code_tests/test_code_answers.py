@@ -2,6 +2,7 @@
 
 import json
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -427,38 +428,36 @@ def test_one_reading_of_expected_results_holds_for_all_tests() -> None:
     assert code_tests("", "def f(x): return x if x == 1 else [x]", answer, {}) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("opening", "closing"),
-    [
-        ("```python", "```"),
-        ("```python3", "```"),
-        ("```Python", "```"),
-        ("``` python", "```"),
-        ("```py", "```"),
-        ("```PYTHON", "```"),
-        ('```python title="a.py"', "```"),
-        ("```python:solution.py", "```"),
-        ("```{.python}", "```"),
-        ("```", "```"),
-        ("~~~python", "~~~"),
-        ("````python", "````"),
-        ("```python", ""),
-    ],
-)
-@pytest.mark.parametrize("indent", ["", "   ", "> "])
-@pytest.mark.parametrize(
-    "after", ["", "Output:\n```\n6\n```", "```text\n6\n```", "```bash\npython a.py\n```"]
-)
-def test_a_program_is_found_in_every_fence(
-    opening: str, closing: str, indent: str, after: str
-) -> None:
-    if not closing and after:
-        return
-    lines = [opening, *MUL.splitlines(), "x = '``'", *([closing] if closing else [])]
-    response = "Here it is:\n\n" + "\n".join(indent + line for line in lines) + f"\n\n{after}\n"
-    names: dict[str, Any] = {}
-    exec(find_program(response), names)
-    assert names["mul"](2, 3) == 6
+FENCES = [
+    ("```python", "```"),
+    ("```python3", "```"),
+    ("```Python", "```"),
+    ("``` python", "```"),
+    ("```py", "```"),
+    ("```PYTHON", "```"),
+    ('```python title="a.py"', "```"),
+    ("```python:solution.py", "```"),
+    ("```{.python}", "```"),
+    ("```", "```"),
+    ("~~~python", "~~~"),
+    ("````python", "````"),
+    ("```python", ""),
+]
+INDENTS = ["", "   ", "> "]
+LATER = ["", "Output:\n```\n6\n```", "```text\n6\n```", "```bash\npython a.py\n```"]
+
+
+def test_a_program_is_found_in_every_fence() -> None:
+    for (opening, closing), indent, later in product(FENCES, INDENTS, LATER):
+        if not closing and later:
+            continue
+        lines = [opening, *MUL.splitlines(), "x = '``'", *([closing] if closing else [])]
+        fenced = "\n".join(indent + line for line in lines)
+        response = f"Here it is:\n\n{fenced}\n\n{later}\n"
+        names: dict[str, Any] = {}
+        exec(find_program(response), names)
+        assert "mul" in names, response
+        assert names["mul"](2, 3) == 6
 
 
 def test_the_last_program_counts() -> None:
