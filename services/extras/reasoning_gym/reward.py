@@ -49,6 +49,8 @@ _FUNCTIONS: Final = (
 )
 _SYMBOLS: Final = re.compile(r"\*\*|\bC\b")
 """Signs of a formula of sympy."""
+_FULL: Final = 1.0 - 1e-9
+"""Score of a right answer; shares of letters sum to a little less than 1."""
 _MAX_WORDS: Final = 4
 """Words of a text that may be a number."""
 
@@ -85,19 +87,25 @@ def gym_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) 
         # Some verifiers raise for a text of another form; others are broken, or the row is.
         verify(answer=row.get("answer"), entry=entry)
         return 0.0
-    if score < 1.0:
+    if _is_hedged(metadata["source_dataset"], answer_text, row.get("answer")):
+        return 0.0
+    if score < _FULL:
         return score
     if _is_other(metadata["source_dataset"], answer_text, row.get("answer")):
         return 0.0
     return float(not _has_ignored_text(verify, answer_text, entry))
 
 
+def _is_hedged(task: str, text: str, answer: Any) -> bool:
+    """Returns True for ``6 or 7`` and ``not 6``, to which verifiers give a part of the credit for 6."""
+    return (
+        task not in _LADDER_TASKS and bool(_HEDGE.search(text)) and not _HEDGE.search(str(answer))
+    )
+
+
 def _is_other(task: str, text: str, answer: Any) -> bool:
     """Returns True if a text is not the answer, although the verifier of the task accepts it."""
     reference = str(answer)
-    is_hedged = _HEDGE.search(text) and not _HEDGE.search(reference)  # "6 or 7", "not 6"
-    if is_hedged and task not in _LADDER_TASKS:
-        return True
     if task in _PREFIX_TASKS:
         return _differ(text, answer)
     if task in _BOOLEAN_TASKS:
@@ -132,7 +140,7 @@ def _has_ignored_text(verify: Callable[..., Any], text: str, entry: Mapping[str,
     if not _ONE_NUMBER.fullmatch(stripped):
         shorter |= {stripped[1:], stripped[:-1]}
     return any(
-        (_score(verify, entry, shortened) or 0.0) >= 1.0 for shortened in shorter - {"", stripped}
+        (_score(verify, entry, shortened) or 0.0) >= _FULL for shortened in shorter - {"", stripped}
     )
 
 

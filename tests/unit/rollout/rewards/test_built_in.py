@@ -206,3 +206,15 @@ def test_reasoning_gym_gives_no_credit_for_what_only_its_verifier_accepts(
     for row in reasoning_gym.create_dataset(task, size=4, seed=11):
         assert gym_answer("", row["answer"], row["answer"], row) == 1.0
         assert all(gym_answer("", text, row["answer"], row) < 1.0 for text in wrong)
+
+
+@pytest.mark.parametrize("task", ["spell_backward", "gcd", "syllogism", "word_sorting", "codeio"])
+def test_reasoning_gym_gives_no_part_of_the_credit_for_a_choice_or_a_denial(task: str) -> None:
+    """Verifiers that count equal letters give 0.9999999999999998 for ``etatlep or 7``."""
+    for row in reasoning_gym.create_dataset(task, size=2, seed=77):
+        answer = row["answer"]
+        assert gym_answer("", answer, answer, row) == 1.0
+        for text in (f"{answer} or 7", f"not {answer}", f"<answer>{answer} or 7</answer>"):
+            assert gym_answer("", text, answer, row) == 0.0
+        for text in (f"{answer} {answer}", f"{answer}, I think"):
+            assert gym_answer("", text, answer, row) < 0.999
