@@ -253,19 +253,27 @@ async def test_the_servers_of_a_run_are_shown_with_its_part_or_their_problem(
     assert await page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-async def test_axe_finds_nothing_on_any_tab(open_page, controller):
+@pytest.mark.parametrize("state", ["ended", "running", "failed", "cancelled", "new"])
+@pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (1024, "dark")])
+async def test_every_tab_of_every_state_fits_its_window_and_axe_finds_nothing(
+    open_page, controller, state, width, scheme
+):
     axe = pytest.importorskip("axe_playwright_python.async_playwright").Axe()
-    save(controller.store.database, controller.ended, step=11, path="/checkpoints/step-00000011")
-    for scheme in ("light", "dark"):
-        page = await open_page(f"/runs/{controller.ended}", scheme=scheme)
-        for tab in TABS:
-            await page.goto(f"{controller.url}/runs/{controller.ended}/{tab}")
-            await expect(page.locator("#panel > *").first).to_be_visible()
-            violations = (await axe.run(page)).response["violations"]
-            assert [(rule["id"], rule["nodes"][0]["html"]) for rule in violations] == [], (
-                scheme,
-                tab,
-            )
+    run = getattr(controller, state, None) or controller.create(state)
+    if state == "ended":
+        save(controller.store.database, run, step=width, path="/checkpoints/step")
+    if state == "cancelled":
+        for event in (RunEvent.CANCEL, RunEvent.STOPPED):
+            controller.store.apply(run, event, reason="CancelledByUser")
+    page = await open_page(f"/runs/{run}", width=width, scheme=scheme)
+    for tab in TABS:
+        await page.goto(f"{controller.url}/runs/{run}/{tab}")
+        await expect(page.locator("#panel > *").first).to_be_visible()
+        violations = (await axe.run(page)).response["violations"]
+        assert [(rule["id"], rule["nodes"][0]["html"]) for rule in violations] == [], tab
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width, tab
+    if state == "new":
+        controller.end(run)
 
 
 async def test_the_time_line_shows_work_and_waits(open_page, controller):
