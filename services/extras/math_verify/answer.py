@@ -24,18 +24,35 @@ from math_verify.grader import (
     is_relation,
     unwrap_eq,
 )
-from sympy import Abs, Add, Eq, Expr, I, Interval, MatrixBase, Symbol, Tuple, Union
+from sympy import (
+    Abs,
+    Add,
+    Eq,
+    Expr,
+    I,
+    Intersection,
+    Interval,
+    MatrixBase,
+    Symbol,
+    Tuple,
+    Union,
+)
 
-from services.extras.math_verify import quantities, spelling, units
+from services.extras.math_verify import quantities, question, spelling, units
 from services.extras.math_verify.numbers import is_rounded, relative_comparison, same_numbers
 from services.rollout.rewards.answers import answer_part, answer_text
 
 _MARK = "####"
 _BOX = "\\boxed{"
+_BARE_BOX = re.compile(r"\\f?boxed(?:\s+|(?=\d))(-?\d[\d.,]*(?<![.,])|\\\w+|\w)")
 _BETWEEN_BOXES = re.compile(
     r"[\s$.)\\]*(?:[,;]|(?:[,;]\s*)?(?:and|or|\\text\s*\{\s*(?:and|or)\s*\}))[\s$(\\]*(?:\w+\s*=)?\s*"
 )
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+_SAID_CHOICE = re.compile(
+    r"^.*\b(?:is|be|I\s+(?:choose|pick|select))\s+(?:(?:option|choice)\s+)?(?=\(?[A-J]\b)",
+    re.IGNORECASE,
+)
 _ANNOUNCED = re.compile(
     r"\b(?:answer|result)(?:\s+is)?\s*[:=]?\s*(\S.*?)\s*\.?\s*$", re.IGNORECASE | re.MULTILINE
 )
@@ -45,8 +62,10 @@ _READ = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_WIT
 _SEARCH = [*_READ, ExprExtractionConfig()]
 _SEARCH_UNITS = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 _LETTER = re.compile(r"[A-Za-z]")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
 _LAST_QUANTITY = re.compile(r"([-+]?(?<![\d.,])[\d.,]*\d[^\d]*(?:\^?\{?[23]\}?)?)[\s.!]*$")
-_GROUPED = re.compile(r"-?\d{1,3}(?:,\d{2,3})+(?:\.\d+)?")
+_GROUPED = re.compile(r"-?\d{1,3}(?:(?:,\d{2})*,\d{3})+(?:\.\d+)?")
+_NUMBER_OF_NAME = re.compile(r"\$?(?:[a-z]\s*=\s*)?-?[\d.,]+\$?")
 _NESTED_FACTORIAL = re.compile(r"!\s*\)*\s*!")
 _CPU_TIMEOUT_S = 5.0
 """Max CPU time of one comparison, including regular expressions, parsing and algebra."""
@@ -67,6 +86,9 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
     mark. The response's final answer is the first that exists of: its last ``\boxed{}``, with
     earlier ones that a comma or ``and`` joins to it; the text after its last mark; the text that it
     announces as its answer; its last expression.
+
+    Args:
+        prompt: Question, which decides whether ``72\%`` answers 72, ``1:4`` a quarter, and ``72 more`` 72.
 
     Raises:
         ValueError: If there is no answer, or it is a list, empty or too long.
@@ -89,12 +111,27 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
                 f"math_verify supports answers of up to {_MAX_EXPRESSION_CHARACTERS} characters, got "
                 f"{len(expected)}; mark the final expression with \\boxed{{}} or {_MARK}"
             )
-        has_letters = bool(_LETTER.search(quantities.scaled(expected, has_letters=False)))
+        letters = _COMMAND.sub("", quantities.scaled(expected, has_letters=False))
+        has_letters = bool(_LETTER.search(letters))
         reply = quantities.scaled(reply, has_letters=has_letters)
+        reply = question.without_comparisons(prompt, reply)
+        if question.asks_for_per_cent(prompt) and spelling.is_plain_above_1(expected):
+            reply = spelling.without_per_cent(reply)
+        if _is_other_value(prompt, expected, _marked(reply) or reply):
+            return 0.0
         # The question may ask for the number of millions, so the answer may omit the word.
         scaled = quantities.scaled(expected, has_letters=has_letters)
-        readings = dict.fromkeys((scaled, quantities.unscaled(expected)))
+        ratio = question.as_ratio(prompt, expected)
+        readings = dict.fromkeys((scaled, quantities.unscaled(expected), ratio or scaled))
         return float(any(_is_answered(reading, reply, answer) for reading in readings))
+
+
+def _is_other_value(prompt: str, expected: str, reply: str) -> bool:
+    """Returns True for ``2x = 3`` in place of 3, unless the question asks for ``2x``."""
+    if not _NUMBER_OF_NAME.fullmatch(expected):
+        return False
+    left = spelling.other_value(_single_spaced(reply))
+    return left is not None and left not in prompt.replace(" ", "")
 
 
 def _is_answered(expected: str, response: str, answer: Any) -> bool:
@@ -106,10 +143,12 @@ def _is_answered(expected: str, response: str, answer: Any) -> bool:
         candidate = spelling.without_emphasis(_single_spaced(candidate)).removesuffix("\\")
         return len(candidate) <= _MAX_EXPRESSION_CHARACTERS and _same(expected, candidate)
     lines = [line for text in response.splitlines() if (line := _single_spaced(text))]
-    if len(lines) == 1 and not spelling.has_words(line := spelling.spelled(lines[0])):
+    if len(lines) == 1 and not spelling.has_words(
+        spelling.without_unit_text(line := spelling.spelled(lines[0]))
+    ):
         if _same(expected, line):
             return True
-        if spelling.is_bare(line):
+        if spelling.is_bare(line) or len(spelling.numbers_of_chain(line)) > 1:
             return False
     return _is_said(expected, lines)
 
@@ -120,6 +159,10 @@ def _is_said(expected: str, lines: list[str]) -> bool:
     is_line = len(lines) == 1
     announced = _ANNOUNCED.findall(response)
     candidate = announced[-1].strip("* ") if announced else response
+    letter, value = spelling.choice(expected)
+    chosen, _ = spelling.choice(_SAID_CHOICE.sub("", spelling.without_emphasis(candidate)))
+    if letter and not value and chosen and (announced or is_line):
+        return chosen == letter and not spelling.is_refusal(candidate)
     if announced or is_line:
         candidate = spelling.spelled(candidate)
         is_short = bool(announced) and not spelling.has_words(candidate)
@@ -132,6 +175,9 @@ def _is_said(expected: str, lines: list[str]) -> bool:
         spelling.has_changed_number(ending)
         or spelling.has_changed_last_number(last_line)
         or spelling.is_bound(ending)
+        or question.is_comparison(ending)
+        or spelling.is_refusal(last_line)
+        or spelling.is_enumeration(last_line)
     ):
         return False
     if spelling.same_text(expected, candidate) or (said and spelling.same_text(expected, said[1])):
@@ -144,6 +190,8 @@ def _is_said(expected: str, lines: list[str]) -> bool:
     if short:
         return _same(expected, short)
     gold = () if spelling.is_text(expected) else _read(expected)
+    if "%" not in expected:
+        candidate = spelling.per_cent_as_share(candidate)
     return any(_verify(gold, _parse(candidate, wanted)) for wanted in (_SEARCH, _SEARCH_UNITS))
 
 
@@ -186,7 +234,7 @@ def _tagged(response: str) -> str:
 
 
 def _marked(text: str) -> str | None:
-    text = text.replace("\\fbox{", _BOX)
+    text = _BARE_BOX.sub(r"\\boxed{\1}", text.replace("\\fbox{", _BOX))
     start = text.rfind(_BOX)
     if start < 0:
         return _after_mark(text.rpartition(_MARK)[2].strip()) if _MARK in text else None
@@ -221,20 +269,33 @@ def _same(expected: str, candidate: str) -> bool:
     if spelling.same_text(expected, candidate):
         return True
     expected, candidate = spelling.spelled(expected), spelling.spelled(candidate.strip(" ,;"))
-    if not spelling.is_changed(expected) and (
-        spelling.is_changed(candidate) or spelling.is_bound(candidate)
-    ):
+    expected, candidate = spelling.same_function(expected, spelling.turned(candidate))
+    if _is_changed(expected, candidate):
         return False
-    if (same := _same_quantity(expected, candidate)) is not None:
-        return same
+    if "%" in candidate and "%" not in expected:
+        candidate = spelling.per_cent_as_share(candidate)
+    same = _same_quantity(expected, candidate)
+    return _same_expression(expected, candidate) if same is None else same
+
+
+def _is_changed(expected: str, candidate: str) -> bool:
+    """Returns True if only the candidate says more than its number, such as ``72 or more``."""
+    if "%" in candidate and quantities.is_in_dollars(expected):
+        return True
+    return any(
+        says_more(candidate) and not says_more(expected)
+        for says_more in (spelling.is_changed, spelling.is_bound, question.is_comparison)
+    )
+
+
+def _same_expression(expected: str, candidate: str) -> bool:
     (wanted, value), (chosen, candidate_value) = (
         spelling.choice(expected),
         spelling.choice(candidate),
     )
     if wanted and chosen and (value or candidate_value or wanted == chosen):
         return wanted == chosen
-    is_ratio = spelling.ratio_as_fraction(candidate) is not None
-    if (wanted and not value) or (is_ratio and spelling.plain_number(expected) is not None):
+    if wanted and not value:
         return False
     expected, candidate = value or expected, candidate_value or candidate
     bare = spelling.without_condition(expected), spelling.without_condition(candidate)
@@ -242,9 +303,11 @@ def _same(expected: str, candidate: str) -> bool:
         expected[len(bare[0]) :], candidate[len(bare[1]) :]
     ):
         expected, candidate = bare
+    if spelling.has_other_form(expected, candidate):
+        return False
     ratios = spelling.ratio_as_fraction(expected), spelling.ratio_as_fraction(candidate)
-    if (ratios[0] is None) != (ratios[1] is None):
-        expected, candidate = ratios[0] or expected, ratios[1] or candidate
+    if ratios[0] is not None and ratios[1] is None and not spelling.is_time(expected):
+        expected = ratios[0]
     return spelling.same_text(expected, candidate) or (
         not spelling.is_text(expected) and _same_number(expected, candidate)
     )
@@ -303,15 +366,15 @@ def _same_value(expected: str, candidate: str) -> bool:
         return False
     if spelling.has_magnitude(expected) and spelling.has_magnitude(candidate):
         expected, candidate = spelling.with_magnitude(expected), spelling.with_magnitude(candidate)
-    # The answer to "which per cent?" may be 25 as well as 25 %.
+    # The answer to "which per cent?" may be 25 where 25 % is expected.
     ways: list[Callable[[str], str]] = [
         str,
         spelling.without_per_cent,
         spelling.with_magnitude,
         spelling.in_radians,
     ]
-    if plain[0] is not None and abs(plain[0]) < 1 and "%" not in expected:
-        ways.remove(spelling.without_per_cent)  # a share, not a number of per cents
+    if "%" not in expected:
+        ways.remove(spelling.without_per_cent)
     pairs = [(way(expected), way(candidate)) for way in ways]
     return any(_verify(_read(one), _read(other)) for one, other in dict.fromkeys(pairs))
 
@@ -332,10 +395,13 @@ def _is_share(value: Any) -> bool:
 @lru_cache(maxsize=256)
 def _read(answer: str) -> tuple[Any, ...]:
     """Returns the expressions of a final answer. A row's answer is read for each response of its group."""
-    parts = spelling.alternatives(answer)
-    if 1 < len(parts) <= _MAX_PARTS and (union := _union(parts)):
-        return tuple(union)
-    latex = spelling.as_latex(answer)
+    for parts, combined in (
+        (spelling.alternatives(answer), Union),
+        (spelling.conjuncts(answer), Intersection),
+    ):
+        if 1 < len(parts) <= _MAX_PARTS and (solutions := _combined(parts, combined)):
+            return tuple(solutions)
+    latex = spelling.as_latex(spelling.rows_as_list(answer))
     for each in (latex, *spelling.rewritten(latex)):
         if found := _parse(f"{_BOX}{each}}}", _READ, fallback_mode="no_fallback"):
             return tuple(found)
@@ -346,17 +412,35 @@ def _parse(text: str, wanted: list[Any], **options: Any) -> list[Any]:
     return list(math_verify.parse(text, wanted, parsing_timeout=_LIBRARY_TIMEOUT_S, **options))
 
 
-def _union(parts: list[str]) -> list[Any]:
-    """Returns the union of the solutions of alternative inequalities; empty if any part is no inequality."""
-    found = [one for part in parts for one in _read(part)]
-    return [] if len(found) < len(parts) else _solutions(*found)
+def _combined(parts: list[str], combined: Callable[..., Any]) -> list[Any]:
+    """Returns the solutions of several inequalities; empty if any part is no inequality.
+
+    Args:
+        combined: Union or intersection.
+    """
+    relations = [relation for part in parts for relation in _read(part)]
+    return [] if len(relations) < len(parts) else _solutions(*relations, combined=combined)
 
 
-def _solutions(*found: Any) -> list[Any]:
-    if not all(is_relation(one) and not is_equation(one) for one in found):
+def _is_inequality(value: Any) -> bool:
+    return bool(is_relation(value) and not is_equation(value))
+
+
+def _depth(value: Any) -> int:
+    """Returns the number of sets in each other."""
+    inner = value.args if isinstance(value, FiniteSet) else ()
+    return (
+        1 + max(map(_depth, inner), default=0)
+        if any(isinstance(v, FiniteSet) for v in inner)
+        else 0
+    )
+
+
+def _solutions(*found: Any, combined: Callable[..., Any] = Union) -> list[Any]:
+    if not all(map(_is_inequality, found)):
         return []
     try:
-        return [Union(*(one.as_set() for one in found))]
+        return [combined(*(one.as_set() for one in found))]
     except (NotImplementedError, ValueError, TypeError):  # not of one variable
         return []
 
@@ -373,8 +457,8 @@ def _verify(gold: Iterable[Any], found: Iterable[Any]) -> bool:
 def _equal(gold: Any, found: Any) -> bool:
     if isinstance(gold, Tuple | Interval) or isinstance(found, Tuple | Interval):
         gold, found = _vector(gold), _vector(found)
-    if isinstance(gold, Eq) and isinstance(gold.lhs, Add) and isinstance(found, Expr):
-        return False  # an equation, not the value of its right side
+    if _differ_in_kind(gold, found):
+        return False
     if _is_equal(gold, found, allow_set_relation_comp=True):
         return True
     solutions = _solutions(gold), _solutions(found)
@@ -389,12 +473,24 @@ def _equal(gold: Any, found: Any) -> bool:
     return _is_equal(gold.xreplace(known), found.xreplace(known))
 
 
+def _differ_in_kind(gold: Any, found: Any) -> bool:
+    """Returns True for kinds that the library compares as if they were one."""
+    if isinstance(gold, Eq) and isinstance(gold.lhs, Add) and isinstance(found, Expr):
+        return True  # an equation, not the value of its right side
+    # The library takes two numbers for the ends of an interval.
+    has_inequality = any(map(_is_inequality, (gold, found)))
+    if has_inequality and any(isinstance(value, FiniteSet) for value in (gold, found)):
+        return True
+    return _depth(gold) != _depth(found)
+
+
 def _vector(value: Any) -> Any:
-    """Converts a vector, or a set of assignments in their written order, to a tuple; returns others as is."""
+    """Converts a vector, or a set of assignments ordered by name, to a tuple; returns others as is."""
     if isinstance(value, MatrixBase) and 1 in value.shape:
         return Tuple(*value)
     if isinstance(value, FiniteSet) and all(is_assignment_relation(one) for one in value):
-        return Tuple(*(unwrap_eq(one) for one in value._unsorted_args))  # noqa: SLF001
+        assignments = sorted(value._unsorted_args, key=lambda one: str(one.lhs))  # noqa: SLF001
+        return Tuple(*map(unwrap_eq, assignments))
     return value
 
 

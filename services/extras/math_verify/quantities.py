@@ -100,8 +100,9 @@ _LETTER_SCALED: Final = re.compile(
     rf"(?P<number>{_NUMBER})(?P<closing>)(?P<font>\s*{_FONT})?"
     r"(?P<word>(?<=[\d{])[kKMB]|(?<=[\d{]) k)(?![A-Za-z\d^_*(+/-])"
 )
+_PER_CENT_WORD: Final = r"(?:per\s?cent(?:age\s+points?)?|pct\.?)"
 _PER_CENT: Final = re.compile(
-    rf"(?<=[\d$}}]){_SPACE}(?:{_FONT}(?:per\s?cent|pct\.?)\s*\}}|(?:per\s?cent|pct\.?)(?![A-Za-z]))"
+    rf"(?<=[\d$}}]){_SPACE}(?:{_FONT}{_PER_CENT_WORD}\s*\}}|{_PER_CENT_WORD}(?![A-Za-z]))"
 )
 _UNITS: Final = {
     word: number
@@ -158,6 +159,9 @@ _NOUN: Final = re.compile(
 """Word after a number that may name what is counted."""
 _CENTS: Final = re.compile(
     rf"(?<![\w.,])(\d[\d,]*(?:\.\d+)?){_CLOSING}{_SPACE}(?:{_FONT})?(?:cents?(?![A-Za-z])|¢)\s*\}}?"
+)
+_DOLLARS_AND_CENTS: Final = re.compile(
+    r"(?<![\w.,])(\d+)\s+dollars?\s*(?:,|and)?\s+(\d{1,2})\s+cents?\b", re.IGNORECASE
 )
 _DOLLARS: Final = re.compile(r"\\\$\s*-?[\d.]|\bdollars?\b|\bUSD\b", re.IGNORECASE)
 _DOLLAR_SIGN: Final = re.compile(r"(?<![\w$\\])-?\$\s*-?[\d.]")
@@ -307,6 +311,9 @@ def with_digits(answer: str) -> str:
 
 def in_dollars(response: str) -> str:
     """Converts amounts in cents to dollars."""
+    response = _DOLLARS_AND_CENTS.sub(
+        lambda parts: f"{parts[1]}.{int(parts[2]):02d} dollars", response
+    )
     return _CENTS.sub(lambda part: _written(Fraction(part[1].replace(",", "")) / 100), response)
 
 

@@ -8,7 +8,9 @@ variable of ``2t`` and ``\pi r^2 h``. In ``math_answers.json`` of the tests, ``m
 
 import re
 import unicodedata
+from decimal import Decimal
 from fractions import Fraction
+from math import gcd
 from typing import Final
 
 from services.extras.math_verify.quantities import (
@@ -32,8 +34,14 @@ _RAISED: Final = str.maketrans(
     "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙᵢ", "0123456789+-=()ni0123456789+-=()ni"
 )
 _RAISED_TEXT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ]+|[₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙᵢ]+")
-_DASH = re.compile(r"[\u2212\ufe63\uff0d]|(?<![\w)}])[\u2010-\u2013](?=[\d.$\\])")
+_DASH = re.compile(
+    r"[\u2212\ufe63\uff0d]|(?<![\w)}])[\u2010-\u2013](?=\s?[\d.$\\])|(?<=\s)[\u2010-\u2013](?=\s)"
+)
 """Minus signs, and dashes in the place of one."""
+_PYTHON_POWER = re.compile(r"(\w|\))\*\*\(?(-?\d+)\)?(?![\w*])")
+_NEGATIVE_POWER = re.compile(r"\^\s*(-\d+)")
+_ROW_SPACE = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*[a-z]{2}\s*\]")
+_BRACES_MATRIX = re.compile(r"(?<=\{)Bmatrix(?=\})")
 _COMPATIBLE = re.compile(r"[\uff01-\uff5e\U0001d400-\U0001d7ff]+")
 _CHANGED = re.compile(
     r"\b(?:(?:or|and)\s+(?:more|less|fewer|greater|smaller|above|below|over|under|up|down|higher|lower"
@@ -58,7 +66,7 @@ _CHANGED_LAST_NUMBER = re.compile(
     re.IGNORECASE,
 )
 _BOUND = re.compile(
-    r"^\W*(?:at\s+(?:least|most)|(?:more|less|fewer|greater)\s+than|over|under|above|below|between|no|>|<)\s*"
+    r"^\W*(?:before|after|until|since|at\s+(?:least|most)|(?:more|less|fewer|greater)\s+than|over|under|above|below|between|no|>|<)\s*"
     r"(?:\\?\$|\\\()?\s*-?[\d.]",
     re.IGNORECASE,
 )
@@ -69,27 +77,39 @@ _SIGN_WORD = re.compile(
 _RANGE = re.compile(r"(\d+(?:\.\d+)?)\s*[-\u2013]+\s*(\d+(?:\.\d+)?)")
 _BEFORE_YEAR = re.compile(r"^\s*(?:in\s+)?(?:the\s+)?(?:year\s+)?(?=\d{4}\b)", re.IGNORECASE)
 _SAME_WORDS = {
-    **dict.fromkeys(("no solution", "no solutions", "no real solutions"), "\\emptyset"),
+    **dict.fromkeys(
+        ("no solution", "no solutions", "no real solution", "no real solutions"), "\\emptyset"
+    ),
+    **dict.fromkeys(("infinite", "infinitely many solutions"), "\\text{infinitely many}"),
     **dict.fromkeys(
         ("all real numbers", "all reals", "the set of all real numbers"), "\\mathbb{R}"
     ),
+    **dict.fromkeys(("infinity", "positive infinity", "+infinity"), "\\infty"),
+    **dict.fromkeys(("negative infinity", "minus infinity", "-infinity"), "-\\infty"),
 }
 _WHOLE_FONT = re.compile(r"^\s*\\text\w*\s*\{([A-Za-z\s-]*)\}\s*$")
-_OUT_OF = re.compile(r"^\s*(\d+)\s+(?:out\s+of|in)\s+(\d+)\s*\.?\s*$")
+_OUT_OF = re.compile(r"^\s*(\d+)\s+(?:out\s+of|in|over)\s+(\d+)\s*\.?\s*$")
+_NUMBER_OF_PARTS = re.compile(
+    r"^\s*(-?\d+)(?:\s+|-)(hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|tenths?)\s*\.?\s*$",
+    re.IGNORECASE,
+)
+_PARTS = {"hal": 2, "thi": 3, "qua": 4, "fou": 4, "fif": 5, "six": 6, "eig": 8, "ten": 10}
+_NESTED_LIST = re.compile(r"^\s*\[\s*(\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])*)\s*\]\s*$")
 _FOREIGN_NOUN = re.compile(
     r"^\s*(-?\d[\d.,]*)\s+(?=[^\x00-\x7f]|[a-z]+[^\x00-\x7f])[^\W\d_]{2,}\.?\s*$", re.IGNORECASE
 )
+_PLAIN_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])(?=[\s)*/+^.$-]|$)")
 _PLAIN_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
 _REPEATING_IN_BRACKETS = re.compile(r"(\d*\.\d*)\((\d+)\)")
 _OTHER_DIGITS = re.compile(r"(?![0-9])\d")
 _BARE = re.compile(
-    r"(?<![\\A-Za-z])(?!(?:log|ln|sin|cos|tan|sqrt|and|or)\b)[A-Za-z]{2,}|=.*=|..=|:"
+    r"(?<![\\A-Za-z])(?!(?:log|ln|sin|cos|tan|sqrt|and|or)\b)[A-Za-z]{2,}|=.*=|..=|(?<!\d):|:(?!\s*\d)"
 )
 _LAYOUT = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[,;:! ]|[$*~\s]|\\q?quad\b")
 _LONG_NAME = re.compile(r"\\(?:([lgn]e)q|[dtc](frac))(?![a-zA-Z])")
 _ARTICLE = re.compile(r"^\s*(?:an?|the)\s+(?=[A-Za-z]{3})")
 _CONJUNCTION = re.compile(r"\s*,?(?<![A-Za-z\\])\s*(?:and|or)(?![A-Za-z])\s*")
-_CHOICE = re.compile(r"\(([a-z])\)")
+_CHOICE = re.compile(r"\(([a-z])\)|^([a-z])\)$")
 _RATIO_OR_TIME = re.compile(r"\d+(?::\d+)+|\d+[ap]\.?m|\d{4}-\d{1,2}-\d{1,2}")
 _RATIO = re.compile(r"([^:]*\d\}?\s*):([^:]*\d[^:]*)")
 _RATIO_WORD = re.compile(r"(?<=\d)\s*to\s*(?=\d)")
@@ -122,12 +142,19 @@ _POWER_OF_TEN = re.compile(r"(\d)[eE]([+-]?\d+)")
 _LETTER_TIMES = re.compile(r"(\d)\s*x\s*10\s*\^")
 _FUNCTION = re.compile(r"(?<![\\A-Za-z{])(ln|log|sin|cos|tan)(?=[\s(]*[\dA-Za-z\\])(?![A-Za-z]{2})")
 _MIXED = re.compile(r"(\d)\s+(\d+)/(\d+)(?!\d)")
+_TIMES_FRACTION = re.compile(r"(?<![\w.^}\\])(\d+)\s*\((?=-?\d+\s*/\s*\d+\))")
 _ALL = re.compile(r"^\\text\w*\s*\{\s*all\b[^{}]*\}(?=.*(?:[<>]|\\[lg]e))")
 _ORDINAL = re.compile(
     r"(?<=\d)\s*\^?\s*\{?\s*(?:\\(?:text|mathrm)\s*\{)?\s*(?:st|nd|rd|th)\s*\}*\s*$"
 )
-_BASE = re.compile(r"\d\w*_\{?(\d+)\}?")
+_BASE = re.compile(r"\(?\d\w*\)?_\{?\(?(\d+)\)?\}?")
+_DIGITS_OF_BASE = re.compile(r"\((\d[\dA-Za-z]*)\)(?=\s*_)")
+_CLOCK_ZERO = re.compile(r"^0(?=\d:\d\d)")
+_DAY_COMMA = re.compile(r"^([A-Za-z]{3,9}\.?\s+\d{1,2}|\d{1,2}\s+[A-Za-z]{3,9}\.?),(?=\s*\d{4}$)")
 _TIME = re.compile(r"\d+:\d+[ap]m")
+_CLOCK = re.compile(r"(\d{1,2}):(\d\d)([ap]m)?")
+_OF_FUNCTION = re.compile(r"^\s*(?:([A-Za-z])\s*\(\s*([A-Za-z])\s*\)|([yzw]))\s*=(?!=)([^=<>]+)$")
+_LONE_LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _DOTTED = re.compile(r"(\d[ap])\.m$")
 _ONE_SIGN = re.compile(r"(?<!\\)\{(\w)\}")
 _OR = re.compile(r"\\text\w*\s*\{\s*(?:or|and)\s*\}")
@@ -136,6 +163,10 @@ _SAME_SIGN = {
     "\\degree": "^\\circ",
     "\\varnothing": "\\emptyset",
     "\\backslash": "\\setminus",
+    "\\nicefrac": "\\frac",
+    "\\sfrac": "\\frac",
+    "\\lbrace": "\\{",
+    "\\rbrace": "\\}",
     "\\langle": "(",
     "\\rangle": ")",
     "\\log_e": "\\ln",
@@ -169,6 +200,9 @@ _UNICODE = str.maketrans(
         "\N{DIVISION SIGN}": "\\div ",
         "\N{LESS-THAN OR EQUAL TO}": "\\le ",
         "\N{GREATER-THAN OR EQUAL TO}": "\\ge ",
+        "\N{LESS-THAN OR SLANTED EQUAL TO}": "\\le ",
+        "\N{GREATER-THAN OR SLANTED EQUAL TO}": "\\ge ",
+        "\N{FRACTION SLASH}": "/",
         "\N{NOT EQUAL TO}": "\\ne ",
         "\N{UNION}": "\\cup ",
         "\N{INTERSECTION}": "\\cap ",
@@ -184,6 +218,21 @@ _NUMBER_SET = re.compile(r"\\mathbb\s*([A-Z])\b")
 _DERIVATIVE = re.compile(
     r"^\s*(?:\\[dt]?frac\s*\{(?:d|\\partial)\s*\w?\}\s*\{(?:d|\\partial)\s*\w\}|d\w/d\w|\w')\s*=(?!=)"
 )
+_ONE_OF = re.compile(r"^[a-z]\s*\\in\s*(\\\{[^{}]*\\\})$")
+_UNION_LETTER = re.compile(r"(?<=[\])])\s*U\s*(?=[\[(])")
+_CASES = re.compile(r"\\(?:begin|end)\s*\{(?:cases|aligned|gathered|array)\}(?:\{[lcr|]*\})?")
+_ASSIGNMENTS = re.compile(r"\s*[A-Za-z]\s*&?\s*=\s*&?[^=<>&]+")
+_ROW_END = re.compile(r",?\s*\\\\\s*")
+_TURNED = re.compile(r"^\s*([^A-Za-z=<>]+?)\s*=\s*([a-z])\s*$")
+_OTHER_VALUE = re.compile(
+    r"(?:-?\d+[a-z]|-[a-z]|-?\d*[a-z][+-]\d+|\d+[+-]\d*[a-z]|[a-z]\^\{?-?\d\}?|\d*[a-z]/\d+"
+    r"|\\[dt]?frac\{?\d*[a-z]\}?\{?\d+\}?|\d+/[a-z]|\\[dt]?frac\{?\d+\}?\{?[a-z]\}?|\\sqrt\{?[a-z]\}?"
+    r"|\|[a-z]\||\\ln\(?[a-z]\)?)"
+)
+_RATIO_SIGN = re.compile(r"(?<=[\d}])[\s$]*:[\s$]*(?=[\d\\])")
+_DOTS = re.compile(r"\\[lc]?dots|\.\.\.|\N{HORIZONTAL ELLIPSIS}")
+_DOTS_OF_DECIMAL = re.compile(r"\d*\.\d+\s*(?:\\[lc]?dots|\.\.\.|\N{HORIZONTAL ELLIPSIS})")
+_GROUP = re.compile(r"(?:\\?\{.*\\?\}|\[.*\]|\(.*\))", re.DOTALL)
 _SET_OF = re.compile(
     r"\\\{\s*\w\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\||:|\\colon)(?![a-z])(.*[<>=].*|.*\\[lgn]e.*)\\\}"
 )
@@ -205,16 +254,31 @@ _QUANTITY = re.compile(
 _CONDITION_WORD = r"(?:for|where|when|with|if|otherwise|else)"
 _CONDITION = re.compile(
     rf"[\s,;]*(?:\\(?:q?quad|[,;: ])\s*)*(?:\\text\w*\s*\{{\s*{_CONDITION_WORD}\b"
-    rf"|(?<![A-Za-z\\{{]){_CONDITION_WORD}\b|(?<=,)\s*(?:\\[,;: ]|\\q?quad)?\s*\w\s*\\in\s*\\mathbb)(.*)$",
+    rf"|(?<![A-Za-z\\{{]){_CONDITION_WORD}\b|(?<=,)\s*(?:\\[,;: ]|\\q?quad)?\s*\w\s*"
+    rf"(?:\\in\s*\\mathbb|\\neq?(?![A-Za-z])))(.*)$",
     re.DOTALL,
 )
 _LETTER_AND_VALUE = re.compile(
     r"\s*\(?([A-J])(?:\)|[.:](?!\d))(?:[\s~]|\\[,;:! ]|\\q?quad)*(?![\s,;]|and\b|or\b)(\S.*)"
 )
+_OTHER_LETTER = re.compile(r"(?<![A-Za-z\\'])[B-HJ](?![A-Za-z'])")
 _OPTION = re.compile(r"^\s*(?:option|choice)\s+(?=\(?[A-J]\b)", re.IGNORECASE)
 _ONE_CHOICE = re.compile(r"\s*\(?([A-J])\)?\.?\s*")
 _MAGNITUDE = re.compile(
     r"(?<=\d)(?:[\s~]|\\[,;:! ])*(\\text\w*\s*\{\s*)?(thousand|million|billion|trillion)s?\b"
+)
+_PER_CENT = re.compile(r"(?<![\w.,])(\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)((?:\s|[$}])*)\\?%")
+_WHOLE_PER_CENT = re.compile(r"\s*\$?([^%$]+?)(?:\s|\$)*\\?%[\s.$]*")
+_REFUSAL = re.compile(
+    r"\bI\s*(?:(?:can\s*not|do\s+not|am\s+(?:not|unable|sorry)|will\s+not)\b|['\u2019]m\s+(?:not|unable|sorry)\b"
+    r"|\s(?:ca|do|wo)n['\u2019]t\b)[^.;:\n]*[\s.!]*$"
+    r"|\b(?:as|being)\s+an\s+AI\b|(?:\b(?:can)?not|n['\u2019]t|\bnever)\s+be\s+\S+[\s.!]*$"
+    r"|\b(?:can\s*not|can['\u2019]t|impossible\s+to)\s+(?:be\s+)?(?:answer|determin|solv|help)",
+    re.IGNORECASE,
+)
+_LISTED = r"-?\d+(?:\.\d+)?"
+_ENUMERATION = re.compile(
+    rf"(?<![\w.,/^{{]){_LISTED}(?:(?:[,;|]\s+|\s+)(?:or\s+|and\s+)?{_LISTED}){{2,}}[\s.!)\]]*$"
 )
 _EXPONENT = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _TEMPERATURE = re.compile(
@@ -227,7 +291,10 @@ _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?")
 def same_text(expected: str, answer: str) -> bool:
     """Returns True if two answers have the same text; one of two times may omit ``am`` or ``pm``."""
     shorter, longer = sorted((as_text(expected), as_text(answer)), key=len)
-    return shorter == longer or (bool(_TIME.fullmatch(longer)) and longer[:-2] == shorter)
+    if shorter == longer or (bool(_TIME.fullmatch(longer)) and longer[:-2] == shorter):
+        return True
+    times = _of_day(shorter), _of_day(longer)
+    return bool(times[0]) and times[0] == times[1]
 
 
 def normalized(text: str) -> str:
@@ -236,10 +303,14 @@ def normalized(text: str) -> str:
     Styles that no reader sees as part of an answer, such as colors, are removed.
     """
     text = _COMPATIBLE.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
-    text = _RAISED_TEXT.sub(_unraised, _DASH.sub("-", text))
+    text = _PYTHON_POWER.sub(r"\1^{\2}", _RAISED_TEXT.sub(_unraised, _DASH.sub("-", text)))
+    text = _ROW_SPACE.sub(
+        r"\\\\", _BRACES_MATRIX.sub("pmatrix", _NEGATIVE_POWER.sub(r"^{\1}", text))
+    )
     text = "".join(map(_unfractioned, text))
     text = _OTHER_DIGITS.sub(lambda sign: str(unicodedata.digit(sign[0])), text)
     text = _REPEATING_IN_BRACKETS.sub(r"\1\\overline{\2}", _PLAIN_ROOT.sub(r"\\sqrt{\1}", text))
+    text = _PLAIN_PI.sub(r"\\pi ", text)
     return _UNDERLINED.sub("", _INVISIBLE.sub("", text))
 
 
@@ -265,8 +336,18 @@ def spelled(answer: str) -> str:
         return _SAME_WORDS[name]
     answer = _WHOLE_FONT.sub(r"\1", answer)
     answer = _OUT_OF.sub(r"\\frac{\1}{\2}", _FOREIGN_NOUN.sub(r"\1", answer))
+    answer = _NUMBER_OF_PARTS.sub(_as_quotient, _NESTED_LIST.sub(_as_matrix, answer))
     answer = _BEFORE_YEAR.sub("", _OPTION.sub("", answer))
     return per_cents(with_digits(_SIGN_WORD.sub("-", answer)))
+
+
+def _as_quotient(parts: re.Match[str]) -> str:
+    return f"\\frac{{{parts[1]}}}{{{_PARTS[parts[2][:3].casefold()]}}}"
+
+
+def _as_matrix(rows: re.Match[str]) -> str:
+    lines = [row.replace(",", "&") for row in re.findall(r"\[([^\[\]]*)\]", rows[1])]
+    return "\\begin{pmatrix}" + "\\\\".join(lines) + "\\end{pmatrix}"
 
 
 def is_bare(answer: str) -> bool:
@@ -294,6 +375,110 @@ def has_changed_last_number(line: str) -> bool:
     return bool(_CHANGED_LAST_NUMBER.search(line))
 
 
+def rows_as_list(answer: str) -> str:
+    r"""Returns ``x=2, y=-1`` for assignments in rows, such as those of ``\begin{cases}``; others as is."""
+    text = _CASES.sub("", answer)
+    rows = [row for row in _ROW_END.split(text) if row.strip()]
+    if len(rows) < 2 or not all(map(_ASSIGNMENTS.fullmatch, rows)):
+        return answer
+    return ", ".join(row.replace("&", "").strip() for row in rows)
+
+
+def turned(answer: str) -> str:
+    """Returns ``n=5`` for ``5=n``; others as is."""
+    return _TURNED.sub(r"\2=\1", answer)
+
+
+def other_value(answer: str) -> str | None:
+    """Returns ``2x`` for ``2x=3``, where 3 is not the value of the variable; None for other answers."""
+    left, _, right = _DELIMITER.sub("", answer).replace(" ", "").rpartition("=")
+    left = left.replace("\\left", "").replace("\\right", "")
+    return left if plain_number(right) is not None and _OTHER_VALUE.fullmatch(left) else None
+
+
+def has_other_form(expected: str, candidate: str) -> bool:
+    r"""Returns True if only one answer is a ratio, goes on with dots, or is a set in braces.
+
+    The library would read ``3:4`` as a fraction, ``97 \ldots`` as 97, and ``\{1, 3\}`` as the point (1, 3).
+    """
+    for sign in (_RATIO_SIGN, _DOTS):
+        texts = [_DOTS_OF_DECIMAL.sub("", text) for text in (expected, candidate)]
+        counts = [len(sign.findall(text)) for text in texts]
+        if counts[1] > counts[0]:
+            return True
+    groups = {_group_sign(text) for text in (expected, candidate)}
+    return "{" in groups and bool(groups & {"(", "["})
+
+
+def _group_sign(answer: str) -> str:
+    """Returns the first sign of an answer that is one group in brackets or braces; else nothing."""
+    text = re.sub(r"\\(?:left|right)(?![A-Za-z])|\\(?=[{}])|[\s$]", "", answer)
+    if len(text) < 3 or not _GROUP.fullmatch(text) or "," not in text:
+        return ""
+    depth = 0
+    for place, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0:
+            return text[0] if place == len(text) - 1 else ""
+    return ""
+
+
+def without_unit_text(answer: str) -> str:
+    """Removes units that are words in a font after a formula."""
+    return _UNIT_IN_TEXT.sub("", answer)
+
+
+def is_refusal(line: str) -> bool:
+    """Returns True if a line says that its author gives no answer."""
+    return bool(_REFUSAL.search(line))
+
+
+def is_enumeration(line: str) -> bool:
+    """Returns True if a line ends with three or more numbers, such as ``one of 1 2 3``."""
+    return bool(_ENUMERATION.search(_SPACED_THOUSANDS.sub("0", line)))
+
+
+def is_time(answer: str) -> bool:
+    """Returns True for a time such as ``7:05`` and ``14:30``, which are no ratios in lowest terms."""
+    time = _CLOCK.fullmatch(as_text(answer))
+    if not time or int(time[1]) > 23:
+        return False
+    return bool(time[3]) or time[2][0] == "0" or gcd(int(time[1]), int(time[2])) > 1
+
+
+def _of_day(text: str) -> set[int]:
+    """Returns the minutes of the day that a time may mean: two without ``am`` and ``pm``; none for others."""
+    time = _CLOCK.fullmatch(text)
+    if not time or int(time[1]) > 23:
+        return set()
+    hour, minute = int(time[1]), int(time[2])
+    if time[3]:
+        return {60 * (hour % 12 + 12 * (time[3] == "pm")) + minute} if 1 <= hour <= 12 else set()
+    return {60 * hour + minute}
+
+
+def same_function(expected: str, candidate: str) -> tuple[str, str]:
+    """Returns the values of ``f(x)=...`` and ``y=...``, which may be the same; others as is."""
+    sides = [_OF_FUNCTION.match(_DELIMITER.sub(" ", text)) for text in (expected, candidate)]
+    if None in sides:
+        return expected, candidate
+    names = {(side[1] or side[3] or "").strip() for side in sides if side}
+    first, other = (side for side in sides if side)
+    if len(names) > 1 and bool(first[2]) == bool(other[2]):
+        return expected, candidate
+    variable = first[2] or other[2]
+    value, other_value = first[4], other[4]
+    letters = [set(_LONE_LETTER.findall(text)) for text in (value, other_value)]
+    is_of_variable = variable is None or all(
+        side <= {variable, "e"} or variable in side for side in letters
+    )
+    return (
+        (value, other_value)
+        if is_of_variable and bool(first[2]) != bool(other[2])
+        else (expected, candidate)
+    )
+
+
 def as_text(answer: str) -> str:
     """Returns an answer without fonts, spacing and case, for comparison as text."""
     if spelled := number_of_words(_without_fonts(answer).strip(" .$")):
@@ -301,10 +486,12 @@ def as_text(answer: str) -> str:
     answer = _SPACED_THOUSANDS.sub(lambda number: _SPACED_DIGITS.sub("", number[0]), answer)
     answer = _SPACED_DIGITS.sub("\N{OPEN BOX}", answer)
     answer = _RANGE.sub(r"\1-\2", answer)
+    answer = _DAY_COMMA.sub(r"\1 ", _without_fonts(answer).strip())
     plain = _CONJUNCTION.sub(",", _ARTICLE.sub("", _spelled_ratio(_without_fonts(answer))))
     text = _LONG_NAME.sub(r"\\\1\2", _LAYOUT.sub("", plain)).casefold()
     text = text if text.endswith("...") else text.rstrip(".")
-    return _CHOICE.sub(r"\1", _DOTTED.sub(r"\1m", _ONE_SIGN.sub(r"\1", text)))
+    text = _DIGITS_OF_BASE.sub(r"\1", _CLOCK_ZERO.sub("", text))
+    return _CHOICE.sub(r"\1\2", _DOTTED.sub(r"\1m", _ONE_SIGN.sub(r"\1", text)))
 
 
 def without_emphasis(text: str) -> str:
@@ -317,7 +504,8 @@ def without_emphasis(text: str) -> str:
 
 def plain_number(answer: str) -> Fraction | None:
     r"""Returns the exact value of a decimal, also with ``\times 10^{n}``; None for any other answer."""
-    match = _PLAIN_NUMBER.fullmatch(without_indian_groups(as_latex(answer).strip()))
+    joined = _SPACED_THOUSANDS.sub(lambda number: _SPACED_DIGITS.sub("", number[0]), answer)
+    match = _PLAIN_NUMBER.fullmatch(without_indian_groups(as_latex(joined).strip()))
     return match and Fraction(match[1]) * Fraction(10) ** int(match[2] or 0)
 
 
@@ -347,7 +535,7 @@ def choice(answer: str) -> tuple[str, str]:
     if letter := _ONE_CHOICE.fullmatch(plain):
         return letter[1], ""
     match = _LETTER_AND_VALUE.fullmatch(plain)
-    several = match is None or _LETTER_AND_VALUE.search(match[2])
+    several = match is None or _LETTER_AND_VALUE.search(match[2]) or _OTHER_LETTER.search(match[2])
     return ("", "") if match is None or several else (match[1], match[2])
 
 
@@ -371,8 +559,28 @@ def without_condition(answer: str) -> str:
     return value if value.strip() and not is_text(value) else answer
 
 
+def is_plain_above_1(answer: str) -> bool:
+    """Returns True for a number of at least 1 or at most -1, which may be a number of per cents."""
+    number = plain_number(answer)
+    return number is not None and abs(number) >= 1
+
+
+def per_cent_as_share(answer: str) -> str:
+    r"""Converts ``72\%`` to ``0.72``."""
+    answer = _PER_CENT.sub(lambda match: f"{_decimal_share(match[1])}{match[2]}", answer)
+    if whole := _WHOLE_PER_CENT.fullmatch(answer):
+        return f"\\left({whole[1]}\\right)\\cdot\\frac{{1}}{{100}}"
+    return re.sub(r"\\?%", r"\\cdot\\frac{1}{100}", answer)
+
+
+def _decimal_share(number: str) -> str:
+    value = Decimal(number.replace(",", "")).scaleb(-2)
+    return f"{value:f}"
+
+
 def without_per_cent(answer: str) -> str:
-    """Removes percent signs."""
+    """Removes percent signs, and ``per cent`` after words."""
+    answer = re.sub(r"(?<=[a-z])\s+per\s?cent(?:age\s+points?)?\b", "", answer, flags=re.IGNORECASE)
     return answer.replace("\\%", "").replace("%", "")
 
 
@@ -401,6 +609,8 @@ def numbers_of_chain(answer: str) -> list[tuple[str, str]]:
         if it is no such chain.
     """
     pieces = _EQUALITY.split(_DELIMITER.sub(" ", answer))
+    if len(pieces) > 3 and re.search("[A-Za-z]", _NUMERIC_COMMAND.sub("", pieces[0])):
+        pieces = pieces[2:]
     numbers = pieces[::2]
     if not all(re.search(r"\d", number) for number in numbers) or any(
         _NO_NUMBER.search(_NUMERIC_COMMAND.sub("", number)) for number in numbers
@@ -417,6 +627,13 @@ def alternatives(answer: str) -> list[str]:
     )
 
 
+def conjuncts(answer: str) -> list[str]:
+    """Splits an answer at each ``and``."""
+    return re.split(
+        r"\\text\w*\s*\{\s*and\s*\}|(?<![A-Za-z\\])and(?![A-Za-z])|\\land\b|\\wedge\b", answer
+    )
+
+
 def as_latex(answer: str) -> str:
     """Converts an answer to LaTeX that ``math-verify`` can parse inside a box."""
     tidy = _DOTTED_DIGITS.sub(
@@ -430,11 +647,13 @@ def as_latex(answer: str) -> str:
     tidy = _FUNCTION.sub(r"\\\1", _LETTER_TIMES.sub(r"\1\\times 10^", tidy))
     tidy = _POWER_OF_TEN.sub(r"\1\\times 10^{\2}", _ORDINAL.sub("", tidy))
     tidy = _MIXED.sub(r"\1\\frac{\2}{\3}", _ALL.sub("", tidy))
+    tidy = _TIMES_FRACTION.sub(r"\1\\cdot(", tidy)
     if text_match := re.fullmatch(r"\\text\w*\s*\{([^{}]*\d[^{}]*)\}", tidy):
         tidy = text_match[1]
     tidy = _UNIT_IN_TEXT.sub("", tidy)
     if quantity := _QUANTITY.fullmatch(tidy):
         tidy = quantity[1]
+    tidy = _ONE_OF.sub(r"\1", _UNION_LETTER.sub(r"\\cup", tidy))
     if described := _SET_OF.fullmatch(tidy):
         tidy = described[1]
     return number_of_words(tidy) or _DERIVATIVE.sub("D=", tidy)

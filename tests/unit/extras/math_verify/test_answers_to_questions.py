@@ -1,0 +1,51 @@
+"""Tests of ``math_verify`` with 699 right and 1039 wrong answers, some of which depend on the question."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.extras.math_verify.answer import math_answer
+
+ROWS: list[dict[str, Any]] = json.loads(
+    Path(__file__).with_name("answers_to_questions.json").read_text(encoding="utf-8")
+)
+KINDS = {kind: [*rows] for kind, rows in groupby(ROWS, key=lambda row: str(row["kind"]))}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_answers_score_1_and_wrong_ones_0(kind: str) -> None:
+    misjudged = [
+        (row["prompt"], row["answer"], text, score)
+        for row in KINDS[kind]
+        for score, texts in ((1.0, row["right"]), (0.0, row["wrong"]))
+        for text in texts
+        if math_answer(row["prompt"], text, row["answer"], {}) != score
+    ]
+    assert misjudged == []
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "response", "score"),
+    [
+        ("How many apples are left?", "72", "72%", 0.0),
+        ("What per cent of the apples is left?", "72", "72%", 1.0),
+        ("What is 25\\% of 288?", "72", "\\boxed{72\\%}", 1.0),
+        ("What per cent of the apples is left?", "25\\%", "0.25%", 0.0),
+        ("What is the probability?", "\\frac12", "1:2", 0.0),
+        ("What is the ratio of a to b?", "\\frac12", "1:2", 1.0),
+        ("What is the ratio of a to b?", "\\frac12", "2:1", 0.0),
+        ("How many apples has Ann?", "72", "\\boxed{72 \\text{ more}}", 0.0),
+        ("How many more apples has Ann?", "72", "\\boxed{72 \\text{ more}}", 1.0),
+        ("How many more apples has Ann?", "72", "\\boxed{72 \\text{ fewer}}", 0.0),
+        ("What is the difference?", "72", "Ann has 72 fewer apples.", 1.0),
+        ("Solve for x.", "3", "\\boxed{2x = 3}", 0.0),
+        ("What is 2x?", "3", "\\boxed{2x = 3}", 1.0),
+    ],
+)
+def test_the_question_decides_what_an_answer_means(
+    question: str, answer: str, response: str, score: float
+) -> None:
+    assert math_answer(question, response, answer, {}) == score
