@@ -65,7 +65,7 @@ class PromptSourceSpec(SpecPart):
     """Kind of source. ``environment`` provides ``limit`` rows ``{split, index}`` for an environment
     that creates its own prompts (``rollout.workflow: environment``)."""
     path: str
-    """Location of the prompts: a file (``jsonl``, ``parquet``), a dataset id (``huggingface``),
+    """Location of the prompts: a file (``jsonl``, ``csv``, ``parquet``), a dataset id (``huggingface``),
     ``module:function`` or ``file.py:function`` (``python``), the name of a task
     (``reasoning_gym``), the id of a taskset (``verifiers``), or the environment's name of the
     split (``environment``)."""

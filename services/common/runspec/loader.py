@@ -388,7 +388,7 @@ def _resolve_sources(data: dict[str, Any], folder: Path) -> None:
         _resolve_rewards(source["rewards"] or (), folder)
         for filter_spec in source["filters"]:
             _resolve_functions(filter_spec, ("function",), folder)
-        if source["source"] in ("jsonl", "parquet"):
+        if source["source"] in ("jsonl", "csv", "parquet"):
             source["path"] = _absolute(source["path"], folder)
         elif source["source"] == "huggingface":
             source["path"] = _absolute_folder(source["path"], folder)

@@ -40,7 +40,7 @@ def _path_keys(document: dict[str, Any]) -> Iterator[UrlKey]:
     if isinstance(speculation, dict):
         yield UrlKey("rollout.speculation.model", speculation, "model", "model")
     for split, source in set_documents(document["data"]):
-        if source["source"] in ("jsonl", "parquet"):
+        if source["source"] in ("jsonl", "csv", "parquet"):
             yield UrlKey(f"{split}.path", source, "path", "file")
         elif source["source"] == "huggingface":
             yield UrlKey(f"{split}.path", source, "path", "folder")

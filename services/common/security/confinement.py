@@ -163,8 +163,7 @@ _WORKFLOW_ARGUMENTS: Final[Mapping[str, Kind]] = {
     "mcp_servers": "command",
 }
 _DATA_KINDS: Final[Mapping[str, Kind]] = {
-    "jsonl": "path",
-    "parquet": "path",
+    **dict.fromkeys(("jsonl", "csv", "parquet"), "path"),
     "huggingface": "model",
     "python": "code",
     "verifiers": "package",

@@ -36,7 +36,11 @@ _OWN_REWARD = "task.py:reward"
 _PROMPTS_PER_STEP = 32
 # Rows that are examined for the form of their answers.
 _MAX_ROWS = 16
-_KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+_KINDS = {
+    **dict.fromkeys((".jsonl", ".json"), "jsonl"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    ".parquet": "parquet",
+}
 
 _COMMENTS: Comments = {
     "model.path": ("a folder, a Hugging Face id, or a preset such as tiny:qwen2-0.4m",),

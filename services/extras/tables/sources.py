@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.runspec.data import PromptSourceSpec
-from services.extras.tables.text_cells import text_columns, typed
+from services.extras.tables.text_cells import compared_columns, text_columns, typed
 from services.rollout.data.sources import CheckedRows, PromptSource, Row, file_of
 
 # Max bytes of a decoded Parquet file to hold in memory; a larger one is copied to disk.
@@ -114,38 +114,23 @@ def open_parquet(spec: PromptSourceSpec, key: str) -> PromptSource:
     return _Parquet(file_of(spec, key), key)
 
 
-def _compared_columns(spec: PromptSourceSpec) -> tuple[set[str], set[str]]:
-    """Returns the columns whose values a filter compares with numbers, and those compared with booleans."""
-    numbers, booleans = set[str](), set[str]()
-    for filter_ in spec.filters:
-        if filter_.column is None:
-            continue
-        kinds = {type(value) for value in filter_.one_of or () if value is not None}
-        if kinds == {bool}:
-            booleans.add(filter_.column)
-        has_bounds = filter_.at_least is not None or filter_.at_most is not None
-        if has_bounds or (kinds and kinds <= {int, float}):
-            numbers.add(filter_.column)
-    return numbers, booleans
-
-
 def open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
+    if Path(spec.path).is_file():
+        raise ValueError(
+            f"{key}.path: {spec.path!r} is a file, but source 'huggingface' reads a dataset's id or folder; "
+            "set the source to jsonl, csv or parquet if it is one, or return its rows from a Python function "
+            "(source 'python')"
+        )
     try:
         import datasets
     except ModuleNotFoundError as error:
         raise ValueError(f"{key} needs the package 'datasets'; pip install datasets") from error
-    if Path(spec.path).is_file():
-        raise ValueError(
-            f"{key}.path: {spec.path!r} is a file, but source 'huggingface' reads a dataset's id or folder; "
-            "write JSON lines or Parquet, put the file into a folder of its own, or return its rows from a "
-            "Python function (source 'python')"
-        )
     try:
         builder = datasets.load_dataset_builder(spec.path, name=spec.subset)
         as_text = text_columns(builder, spec.split)
         rows = datasets.load_dataset(spec.path, name=spec.subset, split=spec.split, **as_text)
         if as_text:
-            numbers, booleans = _compared_columns(spec)
+            numbers, booleans = compared_columns(spec)
             rows = typed(rows, numbers=numbers, booleans=booleans)
     except Exception as error:  # the library raises many kinds, some without a common class
         why = str(error)

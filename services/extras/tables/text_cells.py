@@ -4,10 +4,29 @@ The library ``datasets`` reads ``007`` as 7, ``0.10`` as .1, ``true`` as True an
 which no response equals.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from services.common.runspec.data import PromptSourceSpec
+
 _MAX_INTEGER: Final = 2**63
+
+Cell = str | int | float | bool | None
+
+
+def compared_columns(spec: PromptSourceSpec) -> tuple[set[str], set[str]]:
+    """Returns the columns whose values a filter compares with numbers, and those compared with booleans."""
+    numbers, booleans = set[str](), set[str]()
+    for filter_ in spec.filters:
+        if filter_.column is None:
+            continue
+        kinds = {type(value) for value in filter_.one_of or () if value is not None}
+        if kinds == {bool}:
+            booleans.add(filter_.column)
+        has_bounds = filter_.at_least is not None or filter_.at_most is not None
+        if has_bounds or (kinds and kinds <= {int, float}):
+            numbers.add(filter_.column)
+    return numbers, booleans
 
 
 def text_columns(builder: Any, split: str) -> dict[str, Any]:
@@ -66,18 +85,42 @@ def typed(rows: Any, *, numbers: Collection[str], booleans: Collection[str] = ()
     """
     import datasets
 
-    kinds = {"int64": _is_integer, "float64": _is_float, "bool": {"True", "False"}.__contains__}
     for name in rows.column_names:
-        cells = rows[name]
-        if name in numbers and _all(_is_number, cells):
-            kind = "int64" if _all(_is_integer, cells) else "float64"
-        elif name in booleans and _all(_is_boolean, cells):
-            kind = "bool"
-        else:
-            kind = next((kind for kind, fits in kinds.items() if _all(fits, cells)), "")
+        kind = _kind(rows[name], is_number=name in numbers, is_boolean=name in booleans)
         if kind:
             rows = rows.cast_column(name, datasets.Value(kind))
     return rows
+
+
+def typed_cells(
+    columns: Mapping[str, Sequence[str | None]],
+    *,
+    numbers: Collection[str],
+    booleans: Collection[str],
+) -> dict[str, Sequence[Cell]]:
+    """Converts columns as :func:`typed` does, without the library ``datasets``."""
+    converted: dict[str, Sequence[Cell]] = {}
+    for name, cells in columns.items():
+        kind = _kind(cells, is_number=name in numbers, is_boolean=name in booleans)
+        convert = _CONVERSIONS.get(kind)
+        converted[name] = (
+            [None if cell is None else convert(cell) for cell in cells] if convert else cells
+        )
+    return converted
+
+
+def _kind(cells: Iterable[str | None], *, is_number: bool, is_boolean: bool) -> str:
+    """Returns the type of a column, by its name in ``datasets``; empty for text.
+
+    Args:
+        is_number: True if the column becomes numbers although that changes how they are written.
+        is_boolean: True if it becomes booleans although that changes how they are written.
+    """
+    if is_number and _all(_is_number, cells):
+        return "int64" if _all(_is_integer, cells) else "float64"
+    if is_boolean and _all(_is_boolean, cells):
+        return "bool"
+    return next((kind for kind, fits in _KINDS.items() if _all(fits, cells)), "")
 
 
 def _all(fits: Callable[[str], bool], cells: Iterable[str | None]) -> bool:
@@ -113,3 +156,15 @@ def _is_number(cell: str) -> bool:
 
 def _is_float(cell: str) -> bool:
     return _is_number(cell) and repr(float(cell)) == cell
+
+
+_KINDS: Final[Mapping[str, Callable[[str], bool]]] = {
+    "int64": _is_integer,
+    "float64": _is_float,
+    "bool": {"True", "False"}.__contains__,
+}
+_CONVERSIONS: Final[Mapping[str, Callable[[str], Cell]]] = {
+    "int64": int,
+    "float64": float,
+    "bool": lambda cell: cell.lower() == "true",
+}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from services.rollout.data.images import ImageReader, Picture
     from services.wire.data.model_inputs import ModelInputs
 
-_FILES = ("jsonl", "parquet")
+_FILES = ("jsonl", "csv", "parquet")
 """Sources whose rows may name images relative to their file."""
 Message = Mapping[str, Any]
 """``role`` and ``content``, which is text, or a list of parts if the message has images."""

@@ -211,6 +211,16 @@ def test_init_applies_no_template_to_prompts_that_one_has_rendered(tmp_path, pro
     assert yaml.safe_load(file.read_text())["data"]["chat_template"] is not is_rendered
 
 
+def test_init_writes_the_source_of_a_csv_file(tmp_path):
+    rows, file = tmp_path / "rows.csv", tmp_path / "run.yaml"
+    rows.write_text("question;answer\n1+1;2\n")
+    result = CliRunner().invoke(app, ["init", "tiny:qwen2-0.4m", str(rows), "--file", str(file)])
+    assert result.exit_code == 0, result.output
+    data = yaml.safe_load(file.read_text())["data"]
+    assert data["train"] == {"source": "csv", "path": "rows.csv"}
+    assert (data["prompt_column"], data["answer_column"]) == ("question", "answer")
+
+
 _CHAT = [{"role": "user", "content": "1+1"}]
 _TOLD = [*_CHAT, {"role": "assistant", "content": "2"}]
 

@@ -84,6 +84,7 @@ def test_no_roots_allow_everything():
         {"model__tokenizer": "a/../../secretdir"},
         source("examples/../../secretdir", "huggingface"),
         source("a/../../x.jsonl", "parquet"),
+        source("a/../../x.csv", "csv"),
         {"trainer__checkpoint": {"start_from": "a/../../b"}},
         {"trainer__checkpoint": {"directory": "b"}},
         reward("exact_match", file="examples/../../secretdir"),

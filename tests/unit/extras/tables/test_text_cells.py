@@ -34,21 +34,27 @@ CELLS: dict[str, tuple[str, list[Any]]] = {
 }
 
 
-def rows_of(folder: Path, text: str, **changes: Any) -> Any:
-    (folder / "train.csv").write_bytes(text.encode())
-    train = {"source": "huggingface", "path": str(folder), **changes}
+either_source = pytest.mark.parametrize("source", ["huggingface", "csv"])
+
+
+def rows_of(folder: Path, text: str, source: str = "huggingface", **changes: Any) -> Any:
+    file = folder / "train.csv"
+    file.write_bytes(text.encode())
+    path = file if source == "csv" else folder
+    train = {"source": source, "path": str(path), **changes}
     spec = DataSpec.model_validate({"train": train, "prompt_column": "question"})
     return open_sources(spec)["train"]
 
 
+@either_source
 @pytest.mark.parametrize(("text", "answers"), CELLS.values(), ids=CELLS)
 @pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "byte order mark"])
 def test_an_answer_is_what_the_file_says(
-    tmp_path: Path, mark: str, text: str, answers: list[Any]
+    tmp_path: Path, source: str, mark: str, text: str, answers: list[Any]
 ) -> None:
     text = f"{mark}question,answer\n{text}"
     text = text.replace("\n", "\r\n") if mark and "lines" not in text else text
-    rows = rows_of(tmp_path, text)
+    rows = rows_of(tmp_path, text, source)
     assert [rows[index]["answer"] for index in range(len(rows))] == answers
     for answer in answers:
         if answer is None:
@@ -58,14 +64,16 @@ def test_an_answer_is_what_the_file_says(
             assert exact_match("", str(answer), answer, {}) == 1.0
 
 
-def test_a_filter_compares_numbers_however_they_are_written(tmp_path: Path) -> None:
+@either_source
+def test_a_filter_compares_numbers_however_they_are_written(tmp_path: Path, source: str) -> None:
     text = "question,answer,score\nq,007,0.10\nr,008,0.50\ns,009,\n"
-    rows = rows_of(tmp_path, text, filters=[{"column": "score", "at_least": 0.2}])
+    rows = rows_of(tmp_path, text, source, filters=[{"column": "score", "at_least": 0.2}])
     assert [dict(rows[index]) for index in range(len(rows))] == [
         {"question": "r", "answer": "008", "score": 0.5}
     ]
 
 
+@either_source
 @pytest.mark.parametrize(
     ("cells", "one_of", "answers"),
     [
@@ -78,11 +86,11 @@ def test_a_filter_compares_numbers_however_they_are_written(tmp_path: Path) -> N
     ],
 )
 def test_a_filter_compares_values_of_its_type(
-    tmp_path: Path, cells: tuple[str, ...], one_of: list[Any], answers: list[str]
+    tmp_path: Path, source: str, cells: tuple[str, ...], one_of: list[Any], answers: list[str]
 ) -> None:
     lines = [f"{answer},{answer},{cell}" for answer, cell in zip("qrs", cells, strict=True)]
     text = "\n".join(["question,answer,label", *lines, ""])
-    rows = rows_of(tmp_path, text, filters=[{"column": "label", "one_of": one_of}])
+    rows = rows_of(tmp_path, text, source, filters=[{"column": "label", "one_of": one_of}])
     assert [rows[index]["answer"] for index in range(len(rows))] == answers
 
 
@@ -108,3 +116,42 @@ def test_a_file_of_tabs_has_columns_too(tmp_path: Path) -> None:
         {"train": {"source": "huggingface", "path": str(tmp_path)}, "prompt_column": "question"}
     )
     assert open_sources(spec)["train"][0]["answer"] == "007"
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_a_csv_file_is_separated_as_its_header_is(tmp_path: Path, delimiter: str) -> None:
+    text = f"question{delimiter}answer\nq{delimiter}1\n\n" + f'"two\nlines"{delimiter}2\n'
+    rows = rows_of(tmp_path, text, "csv")
+    assert [rows[index] for index in range(len(rows))] == [
+        {"question": "q", "answer": 1},
+        {"question": "two\nlines", "answer": 2},
+    ]
+
+
+def test_a_csv_file_may_have_long_prompts(tmp_path: Path) -> None:
+    assert (
+        len(rows_of(tmp_path, f"question,answer\n{'q' * 200_000},1\n", "csv")[0]["question"])
+        == 200_000
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "no header"),
+        ("question,answer,answer\nq,1,2\n", "'answer' occurs 2 times"),
+        ("question,answer\nq,1\nr,2,3\n", "line 3 has 3 cells, and the header 2"),
+        ('question,answer\n"q,1\n', "unexpected end of data"),
+        ("question,answer\n\udcff,1\n", "utf-8"),
+    ],
+)
+def test_a_csv_file_that_is_none_is_refused_with_key_file_and_line(
+    tmp_path: Path, text: str, why: str
+) -> None:
+    file = tmp_path / "train.csv"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    spec = DataSpec.model_validate(
+        {"train": {"source": "csv", "path": str(file)}, "prompt_column": "question"}
+    )
+    with pytest.raises(ValueError, match=f"data.train: .*train.csv cannot be read.*{why}"):
+        open_sources(spec)
