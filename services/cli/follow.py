@@ -23,6 +23,7 @@ from services.common.task_group import TaskGroup
 from services.controller.api.operations import GetTopology
 
 START = "start.json"
+_PROMPT_COUNTS: Final = ("issued", "consumed", "dropped", "quarantined", "outstanding")
 # Event that ends each part, in order; the state change to STARTING begins the first one.
 _PARTS: Final = {
     "WorkersReady": "workers",
@@ -220,19 +221,20 @@ def summary_lines(
     if learning := summary.get("nothing_learned"):
         lines.append(learning["message"])
     heldout, staleness = summary["heldout"], summary["staleness"]
-    prompts, sync = summary["prompts"], summary["sync_ms"]
+    prompts, sync, sets = summary["prompts"], summary["sync_ms"], heldout.get("sets", {})
     lines += [
         f"  steps       {summary['steps']}, weight version {summary['weight_version']}",
         *([f"  learning    {drop['message']}"] if (drop := summary.get("reward_drop")) else []),
         f"  held-out    greedy {_number(heldout['greedy'])}, sampled {_number(heldout['sampled'])}",
-        *(f"    {name}: {set_line(scores)}" for name, scores in heldout.get("sets", {}).items()),
+        # The scores of a single set equal the total, except for those of several samples.
+        *(
+            f"    {name}: {set_line(scores)}"
+            for name, scores in sets.items()
+            if len(sets) > 1 or "pass@2" in scores
+        ),
         f"  staleness   mean {staleness['mean']:.2f}, max {staleness['max']}, bound {staleness['bound']}",
         f"  weight sync p50 {_number(sync['p50'], 1)} ms, p95 {_number(sync['p95'], 1)} ms",
-        "  prompts     "
-        + ", ".join(
-            f"{prompts[name]} {name}" for name in ("issued", "consumed", "dropped", "quarantined")
-        )
-        + f", {prompts['outstanding']} outstanding",
+        "  prompts     " + ", ".join(f"{prompts[name]} {name}" for name in _PROMPT_COUNTS),
         f"  files       {folder}/summary.json, metrics.jsonl, curves.png",
     ]
     return lines
