@@ -22,7 +22,7 @@ SPEC ?= examples/sort4.yaml
 TEST_WORKERS ?= 3
 RUN_WORKERS ?= 5
 EVERY_COMMIT := not nightly and not gpu and not multi_gpu and not cluster and not nodes
-# The unit tests, and folders without a test of every commit, whose imports take half a second of each worker.
+# The unit tests, and folders without a test of every commit.
 OTHERS := unit cluster gpu nodes
 ALL_MARKS := -o addopts='--import-mode=importlib --strict-markers -ra -p no:schemathesis'
 PROTOS := $(shell find proto/slipstream -name '*.proto')
