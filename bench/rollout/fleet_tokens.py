@@ -2,7 +2,7 @@
 
 Usage: python -m bench.rollout.fleet_tokens [--running 256] [--tokens 400] [--steps-per-s 80] [--json FILE]
 
-A server in a process of its own has the fleet's middleware, and in the place of vLLM's engine one that
+A separate process serves with the fleet's middleware and, in the place of vLLM's engine, with one that
 samples a token for each running request in each step, and sends the tokens of sixteen steps together. The
 engine ``vllm-server`` in this process runs requests against it, one after the other in each slot, with an
 update of the weights every ``--update-s``. Bar: 20,000 tokens/s in one rollout process.
@@ -164,7 +164,7 @@ def _model() -> Qwen2Config:
 
 
 class _Engine:
-    """Has the parts of vLLM's ``AsyncLLM`` that the middleware uses."""
+    """Stands for vLLM's ``AsyncLLM``, with the parts that the middleware uses."""
 
     def __init__(self, steps_per_s: float, max_running: int) -> None:
         self._step_s = 1.0 / steps_per_s

@@ -1,4 +1,4 @@
-"""vLLM's router lists its servers in the form that a run reads, and is told from a server."""
+"""vLLM's router lists its servers in the form that a run reads."""
 
 import asyncio
 import os
