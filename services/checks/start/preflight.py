@@ -49,7 +49,7 @@ from services.common.runspec.engines import engine_kind, train_engine_kind
 from services.common.runspec.examining import argument_problems
 from services.common.runspec.formulas import ADVANTAGES, LOSSES
 from services.common.runspec.loader import Draft, SpecError, read_draft
-from services.common.runspec.rollout import AGENTS, EARNED, REWARDS, WORKFLOWS
+from services.common.runspec.rollout import AGENTS, REWARDS, WORKFLOWS
 from services.common.runspec.rules import batch_bytes, critic_warmup, quota
 from services.common.runspec.run import ModelSpec, RunSpec
 from services.common.runspec.trainer import OF_EXPERTS, LoraSpec
@@ -820,8 +820,8 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
         for index, reward in enumerate(rewards)
     )
     for key, reward in rewards_by_key:
-        if reward.name == EARNED or "://" in reward.name:
-            continue
+        if reward.name not in REWARDS and (":" not in reward.name or "://" in reward.name):
+            continue  # the environment or a service scores, or the rules say that it is unknown
         reference = REWARDS.get(reward.name, reward.name)
         if reward.name in REWARDS and not reward.arguments:
             continue  # its imports take seconds
