@@ -335,7 +335,7 @@ class CheckedRows:
 def _as_row(row: object, index: int, name: str) -> Row:
     if not isinstance(row, Mapping):
         raise ValueError(  # noqa: TRY004 -- the data is wrong, not an argument's type
-            f"row {index} of {name} must be an object with columns, got {type(row).__name__}"
+            f"row {index} of {name} must be an object of columns (one per line), got {type(row).__name__}"
         )
     return row
 

@@ -83,6 +83,13 @@ def test_jsonl_rows_are_addressed_by_index_and_blank_lines_do_not_count(tmp_path
     assert len(source) == 5
 
 
+def test_a_jsonl_file_that_is_one_list_is_refused_with_what_a_line_is(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text('[{"prompt": "a", "answer": "b"}]')
+    with pytest.raises(ValueError, match=r"row 0 of .*rows\.json must be .*one per line.*got list"):
+        open_sources(data("jsonl", file))
+
+
 def test_parquet_rows_are_addressed_by_index(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
     source = open_sources(data("parquet", tmp_path / "rows.parquet"))["train"]
