@@ -185,7 +185,7 @@ def _count_without_groups(document: dict[str, Any], set_keys: Collection[str]) -
     if not _is_set("trainer.world_size", document, set_keys):
         trainer["world_size"] = topology.gpus_of("train")
     if not _is_set("rollout.replicas", document, set_keys):
-        rollout["replicas"] = topology.gpus_of("generate") // engine_gpus
+        rollout["replicas"] = max(1, topology.gpus_of("generate") // engine_gpus)
 
 
 def _is_set(key: str, document: Mapping[str, Any], set_keys: Collection[str]) -> bool:

@@ -550,6 +550,14 @@ TWO_GROUPS = {"task_groups": ["train", "generate"], "ratios": [0.5, 0.5], "gpus"
             {"rollout.replicas": 3, "trainer.world_size": 2, "topology.task_groups": ()},
         ),
         (
+            {
+                "topology": TWO_GROUPS,
+                "rollout": {"engine": "vllm", "engine_arguments": {"tensor_parallel_size": 4}},
+            },
+            ["trainer.world_size=1"],
+            {"rollout.replicas": 1, "trainer.world_size": 1, "topology.task_groups": ()},
+        ),
+        (
             {"topology": TWO_GROUPS, "rollout": {"replicas": 2}},
             ["topology.separated_node_ratios=[0.25, 0.75]"],
             {"rollout.replicas": 3, "trainer.world_size": 1},
