@@ -80,12 +80,13 @@ def unmet_requirements(spec: RunSpec, *, has_workers: bool = True) -> Iterator[s
         yield (
             "weight_sync.backend is 'nccl', but this machine has no GPU; set it to 'auto' or 'gloo'"
         )
-    kind, sampling = engine_kind(engine), spec.rollout.sampling
-    reports_on_gpus_only = kind.reports_masks and not kind.reports_masks_on_cpu
-    if gpus == 0 and sampling.is_truncated and reports_on_gpus_only:
-        yield (
-            f"rollout.sampling.top_k or top_p excludes tokens, and {engine} reports which on a GPU only, but "
-            "this machine has none; set rollout.engine to 'torch', or top_p to 1 and top_k to 0"
+    rollout = spec.rollout
+    if gpus == 0:
+        yield from engine_kind(engine).cpu_problems(
+            engine,
+            rollout,
+            is_invariant=rollout.reproducible == "batch_invariant",
+            truncates=rollout.sampling.is_truncated,
         )
     if gpus and (problem := missing_compiler()):
         yield problem

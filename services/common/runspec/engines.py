@@ -4,7 +4,7 @@ An engine is an entry point in the group ``slipstream.rollout_engines`` that nam
 the group ``slipstream.train_engines`` that names its ``TrainEngineKind`` (docs/adding.md).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final, Literal
@@ -119,6 +119,43 @@ class EngineKind:
             if arguments.get(shared_argument):
                 sizes[name] = 1
         return prod(sizes.values())
+
+    def cpu_problems(
+        self, name: str, settings: Any, *, is_invariant: bool, truncates: bool
+    ) -> Iterator[str]:
+        """Yields what a run wants of the engine ``name`` that it does on a GPU only.
+
+        Args:
+            settings: A ``RolloutSpec`` or ``EngineConfig``, for its quantization and speculation.
+            is_invariant: True with ``rollout.reproducible: batch_invariant``.
+            truncates: True if ``top_p``, ``top_k`` or ``min_p`` excludes tokens.
+        """
+        if is_invariant and self.package is not None:
+            # External engines have invariant operators in Triton; vLLM's CPU build fails in its first pass.
+            yield (
+                f"rollout.reproducible is batch_invariant, which {name} supports on a GPU only; on a CPU set "
+                "rollout.engine to torch, or rollout.reproducible to true"
+            )
+        for key in ("quantization", "kv_cache_dtype"):
+            if (value := getattr(settings, key)) is not None and not self.quantizes_on_cpu:
+                # CPU builds of such engines have no kernels that quantize, or only for processors with AMX.
+                yield (
+                    f"rollout.{key} is {value!r}, which {name} supports on a GPU only; on a CPU set "
+                    f"rollout.engine to torch, or remove rollout.{key}"
+                )
+        if settings.speculation is not None and not self.speculates_on_cpu:
+            # vLLM 0.32 expands temperatures, `top_k` and `top_p` to proposed tokens with an operator whose
+            # CPU version leaves float32 and int32 outputs unwritten.
+            yield (
+                f"rollout.speculation is set, which {name} supports on a GPU only: with proposals its CPU "
+                "build draws at wrong temperatures and reports wrong logprobs; on a CPU set rollout.engine "
+                "to torch, or rollout.speculation to null"
+            )
+        if truncates and self.reports_masks and not self.reports_masks_on_cpu:
+            yield (
+                f"rollout.sampling.top_k or top_p excludes tokens, and {name} reports which on a GPU only; "
+                "on a CPU set rollout.engine to torch, or top_p to 1 and top_k to 0"
+            )
 
     def missing_bounds(self, arguments: Mapping[str, Any]) -> list[str]:
         names = (self.memory_argument, self.cache_argument)

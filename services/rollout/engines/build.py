@@ -119,35 +119,11 @@ def make_engine(name: str, config: EngineConfig) -> Engine:
             batch-invariant, quantized or speculating on the device.
     """
     kind, is_cpu = engine_kind(name), config.device.type == "cpu"
-    if config.is_invariant and kind.package is not None and is_cpu:
-        # External engines have invariant operators in Triton; vLLM's CPU build fails in its first pass.
-        raise ValueError(
-            f"rollout.reproducible is batch_invariant, which {name} supports on a GPU only; on a CPU set "
-            "rollout.engine to torch, or rollout.reproducible to true"
-        )
-    for key, value in (
-        ("quantization", config.quantization),
-        ("kv_cache_dtype", config.kv_cache_dtype),
-    ):
-        if value is not None and is_cpu and not kind.quantizes_on_cpu:
-            # CPU builds of such engines have no kernels that quantize, or only for processors with AMX.
-            raise ValueError(
-                f"rollout.{key} is {value!r}, which {name} supports on a GPU only; on a CPU set "
-                f"rollout.engine to torch, or remove rollout.{key}"
-            )
-    if config.speculation is not None and is_cpu and not kind.speculates_on_cpu:
-        # vLLM 0.32 expands temperatures, `top_k` and `top_p` to proposed tokens with an operator whose CPU
-        # version leaves float32 and int32 outputs unwritten.
-        raise ValueError(
-            f"rollout.speculation is set, which {name} supports on a GPU only: with proposals its CPU build "
-            "draws at wrong temperatures and reports wrong logprobs; on a CPU set rollout.engine to torch, "
-            "or rollout.speculation to null"
-        )
-    if config.returns_masks and is_cpu and not kind.reports_masks_on_cpu:
-        raise ValueError(
-            f"rollout.sampling.top_k or top_p excludes tokens, and {name} reports which on a GPU only; on a "
-            "CPU set rollout.engine to torch, or top_p to 1 and top_k to 0"
-        )
+    if is_cpu:
+        for problem in kind.cpu_problems(
+            name, config, is_invariant=config.is_invariant, truncates=config.returns_masks
+        ):
+            raise ValueError(problem)
     if kind.package is not None and not is_installed(kind.package):
         raise ValueError(
             f"rollout.engine is {name!r}, but the package {kind.package!r} is not installed; install it "
