@@ -10,12 +10,13 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import TracebackType
 from typing import IO, Any, cast
 
+import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
@@ -245,3 +246,10 @@ def print_traceback(
 def fail(problem: str) -> None:
     """Prints an error message to standard error."""
     errors.print(f"error: {problem}", style="red", soft_wrap=True)
+
+
+def label_pairs(texts: Sequence[str]) -> dict[str, str]:
+    """Returns the labels of ``--label KEY=VALUE``."""
+    if wrong := [text for text in texts if "=" not in text]:
+        raise typer.BadParameter(f"--label {wrong[0]}: expected KEY=VALUE, such as team=blue")
+    return dict(text.split("=", 1) for text in texts)

@@ -59,13 +59,14 @@ def unmet_requirements(spec: RunSpec, *, has_workers: bool = True) -> Iterator[s
     Args:
         has_workers: True if the run's workers run on this machine; otherwise it only has their packages.
     """
-    engine = spec.rollout.engine
-    package = engine_kind(engine).package
-    if package is not None and importlib.util.find_spec(package) is None:
-        yield (
-            f"rollout.engine is {engine!r}, but the package {package} is not installed; install it, or set "
-            "rollout.engine to 'torch'"
-        )
+    rollout, gpus = spec.rollout, num_gpus() if has_workers else 0
+    yield from engine_kind(rollout.engine).machine_problems(
+        rollout.engine,
+        rollout,
+        is_cpu=has_workers and gpus == 0,
+        is_invariant=rollout.reproducible == "batch_invariant",
+        truncates=rollout.sampling.is_truncated,
+    )
     for index, tracker in enumerate(spec.trackers):
         package = TRACKERS[tracker.kind].package
         if importlib.util.find_spec(package) is None:
@@ -75,18 +76,9 @@ def unmet_requirements(spec: RunSpec, *, has_workers: bool = True) -> Iterator[s
             )
     if not has_workers:
         return
-    gpus = num_gpus()
     if gpus == 0 and spec.weight_sync.backend == "nccl":
         yield (
             "weight_sync.backend is 'nccl', but this machine has no GPU; set it to 'auto' or 'gloo'"
-        )
-    rollout = spec.rollout
-    if gpus == 0:
-        yield from engine_kind(engine).cpu_problems(
-            engine,
-            rollout,
-            is_invariant=rollout.reproducible == "batch_invariant",
-            truncates=rollout.sampling.is_truncated,
         )
     if gpus and (problem := missing_compiler()):
         yield problem

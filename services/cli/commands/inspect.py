@@ -26,7 +26,7 @@ from services.cli.api_calls import (
 )
 from services.cli.controller_address import Url
 from services.cli.display import set_line
-from services.cli.output import console, errors, fail, write
+from services.cli.output import console, errors, fail, label_pairs, write
 from services.controller.api.operations import (
     GetTopology,
     ListCheckpoints,
@@ -55,8 +55,7 @@ def list_(
     url: Url = None,
 ) -> None:
     """List runs, newest first."""
-    if label and "=" not in label:
-        raise typer.BadParameter(f"--label {label}: expected KEY=VALUE, such as team=blue")
+    label_pairs([label] if label else [])
     page = call_operation(
         url,
         ListRuns,

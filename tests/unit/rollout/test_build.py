@@ -44,7 +44,7 @@ def test_stop_texts_need_an_engine_that_supports_them() -> None:
 def test_an_engine_that_is_not_installed_is_asked_for(engine: str) -> None:
     if importlib.util.find_spec(engine) is not None:
         pytest.skip(f"{engine} is installed here")
-    with pytest.raises(ValueError, match=f"'{engine}' is not installed"):
+    with pytest.raises(ValueError, match=f"package {engine} is not installed"):
         build(engine=engine)
 
 

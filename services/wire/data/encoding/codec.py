@@ -21,6 +21,8 @@ from typing import Annotated, Final, get_args, get_type_hints
 import msgpack
 import xxhash
 
+from services.common.errors import InvalidArgumentError
+
 
 def parts_of(size_bytes: int) -> Iterator[tuple[int, int]]:
     """Yields the begin and size of each part of a blob."""
@@ -70,6 +72,15 @@ ITEM_BYTES: Final = {
 """Size of one element by dtype."""
 
 _MAX_INT: Final = 1 << 63
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    """Raises InvalidArgumentError if the transferqueue cannot store a field of this dtype."""
+    if dtype not in ITEM_BYTES:
+        raise InvalidArgumentError(
+            f"field {name!r} has unsupported dtype {dtype}; use one of {', '.join(ITEM_BYTES)}",
+            field=name,
+        )
 
 
 def _is_count(value: object) -> bool:

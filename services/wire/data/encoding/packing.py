@@ -12,8 +12,8 @@ from torch import Tensor
 
 from services.common.errors import InvalidArgumentError
 from services.wire.batch import FieldColumn
-from services.wire.data.encoding.codec import ITEM_BYTES, parts_of
-from services.wire.data.jagged import Jagged
+from services.wire.data.encoding.codec import ITEM_BYTES, check_dtype, parts_of
+from services.wire.data.jagged import Jagged, rows_problem
 
 Values = Jagged | Tensor | Sequence[Tensor]
 """Values of one field: rows as ``Jagged``, a tensor whose first dimension counts the samples, or a
@@ -166,32 +166,18 @@ def _pack_dense(name: str, tensor: Tensor) -> PackedColumn:
 def _pack_rows(name: str, rows: Sequence[Tensor]) -> PackedColumn:
     first = rows[0]
     rank, tail = first.dim(), first.shape[1:]
-    agree = len({row.dtype for row in rows}) == len(set(map(Tensor.dim, rows))) == 1
-    if not agree or (rank > 1 and len({row.shape[1:] for row in rows}) > 1):
-        raise InvalidArgumentError(
-            f"field {name!r} has rows of {_text_of(rows)}; dtypes and all dimensions except the first must "
-            "agree",
-            field=name,
-        )
+    if problem := rows_problem(rows):
+        raise InvalidArgumentError(f"field {name!r} has {problem}", field=name)
     # For rank 0 and 1 the length is the number of elements; ``len`` of a tensor is slow.
     lengths = list(map(Tensor.numel, rows)) if rank < 2 else [row.shape[0] for row in rows]
     return _column(name, rows, lengths, rank, tuple(tail))
-
-
-def _text_of(rows: Sequence[Tensor]) -> str:
-    kinds = dict.fromkeys(f"{row.dtype} {['*', *row.shape[1:]]}" for row in rows)
-    return ", ".join(list(kinds)[:5])
 
 
 def _column(
     name: str, tensors: Sequence[Tensor], lengths: list[int], rank: int, tail: tuple[int, ...]
 ) -> PackedColumn:
     dtype = str(tensors[0].dtype).removeprefix("torch.")
-    if dtype not in ITEM_BYTES:
-        raise InvalidArgumentError(
-            f"field {name!r} has unsupported dtype {dtype}; use one of {', '.join(ITEM_BYTES)}",
-            field=name,
-        )
+    check_dtype(name, dtype)
     row_bytes = ITEM_BYTES[dtype] * prod(tail)
     is_float8 = dtype.startswith("float8")
     pieces = tuple(tensors if rank == 1 else [tensor.reshape(-1) for tensor in tensors])

@@ -111,6 +111,25 @@ def test_vllm_needs_a_gpu_to_report_which_tokens_could_be_drawn(
     assert ("rollout.sampling.top_k" in " ".join(unmet_requirements(truncated_spec))) is not is_met
 
 
+@pytest.mark.parametrize(
+    ("rollout", "key"),
+    [
+        ({"reproducible": "batch_invariant"}, "rollout.reproducible"),
+        ({"quantization": "fp8"}, "rollout.quantization"),
+        ({"speculation": {"method": "ngram", "tokens": 2}}, "rollout.speculation"),
+    ],
+)
+def test_what_an_engine_does_on_a_gpu_only_is_reported_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, rollout: dict[str, object], key: str
+) -> None:
+    monkeypatch.setenv("CC", sys.executable)
+    demanding_spec = spec_with(rollout={"engine": "vllm", **rollout})
+    for gpus, is_reported in (("", True), ("0,1", False)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        assert any(p.startswith(key) for p in unmet_requirements(demanding_spec)) is is_reported
+    assert not any(p.startswith(key) for p in unmet_requirements(demanding_spec, has_workers=False))
+
+
 def test_gpus_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")

@@ -34,7 +34,7 @@ def test_scalars_round_trip() -> None:
 def test_inconsistent_rows_are_rejected() -> None:
     with pytest.raises(ValueError, match="at least one row"):
         Jagged.from_list([])
-    with pytest.raises(ValueError, match="row 1"):
+    with pytest.raises(ValueError, match="must agree"):
         Jagged.from_list([torch.zeros(1), torch.zeros(1, 2)])
     with pytest.raises(ValueError, match="lengths"):
         Jagged(torch.zeros(2), torch.tensor([3]))
