@@ -168,7 +168,7 @@ def _open_engine(
     in_place: bool = False,
     returns_masks: bool = False,
 ) -> AbstractAsyncContextManager[Engine]:
-    order = EngineConfig(
+    engine_config = EngineConfig(
         config=model_config(tied=tied),
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -179,7 +179,7 @@ def _open_engine(
         returns_masks=returns_masks,
         sleeps=True,
     )
-    return _shared(f"{name} tied={tied} {in_place}", lambda: make_engine(name, order))
+    return _shared(f"{name} tied={tied} {in_place}", lambda: make_engine(name, engine_config))
 
 
 def open_vllm(*, tied: bool = True, in_place: bool = False) -> AbstractAsyncContextManager[Engine]:
@@ -202,8 +202,8 @@ def open_sglang(
 
 
 def _param(name: str, open_engine: OpenEngine, *, needs: str | None = None) -> Any:
-    missing = needs is not None and importlib.util.find_spec(needs) is None
-    mark = pytest.mark.skipif(missing, reason=f"{needs} is not installed here")
+    is_missing = needs is not None and importlib.util.find_spec(needs) is None
+    mark = pytest.mark.skipif(is_missing, reason=f"{needs} is not installed here")
     return pytest.param(open_engine, id=name, marks=mark)
 
 

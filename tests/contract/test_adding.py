@@ -30,8 +30,8 @@ _NEEDS_A_PREFIX_CACHE = {
 
 
 def _contract(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    found = {name: each for name, each in vars(module).items() if name.startswith("test_")}
-    return {name: each for name, each in found.items() if name not in _NEEDS_A_PREFIX_CACHE}
+    tests = {name: function for name, function in vars(module).items() if name.startswith("test_")}
+    return {name: function for name, function in tests.items() if name not in _NEEDS_A_PREFIX_CACHE}
 
 
 CONTRACT = _contract(test_engine_contract) | _contract(test_engine_weights)
@@ -48,14 +48,14 @@ def open_plain(
 
     @asynccontextmanager
     async def opened(*, tied: bool = True) -> AsyncIterator[Engine]:
-        order = EngineConfig(
+        engine_config = EngineConfig(
             config=model_config(tied=tied),
             dtype=torch.float32,
             device=torch.device("cpu"),
             max_running=8,
             decode=decode,
         )
-        engine = make_engine("plain", order)
+        engine = make_engine("plain", engine_config)
         async with running(engine):
             yield engine
 

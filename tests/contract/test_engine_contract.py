@@ -106,12 +106,12 @@ async def test_seeds_stop_tokens_limits_and_greedy(open_engine: OpenEngine) -> N
         await adopt(engine, 0)
         # An engine without seeds repeats only greedy responses.
         again: dict[str, Any] = {"seed": 7} if engine.capabilities.seeds else {"temperature": 0.0}
-        first, second, other = await asyncio.gather(
+        first, second, other_seed = await asyncio.gather(
             engine.generate(request("a", PROMPT, max_tokens=30, **again)),
             engine.generate(request("b", PROMPT, max_tokens=30, **again)),
             engine.generate(request("c", PROMPT, max_tokens=30, seed=8)),
         )
-        assert first.token_ids == second.token_ids != other.token_ids
+        assert first.token_ids == second.token_ids != other_seed.token_ids
         assert first.finish_reason == "length"
         stop = first.token_ids[10]
         stopped = await engine.generate(
@@ -147,8 +147,8 @@ async def test_streamed_tokens_equal_the_result(
 
     async with open_engine() as engine:
         await adopt(engine, 0)
-        asked = request("chunks", PROMPT, max_tokens=200, on_tokens=listen)
-        running = asyncio.ensure_future(engine.generate(asked))
+        generation_request = request("chunks", PROMPT, max_tokens=200, on_tokens=listen)
+        running = asyncio.ensure_future(engine.generate(generation_request))
         await until(lambda: len(chunks) > 0)
         await adopt(engine, 1)
         result = await running
@@ -171,12 +171,12 @@ async def test_truncated_sampling_has_whole_logprobs_or_is_refused(open_engine: 
     async with open_engine() as engine:
         await adopt(engine, 0)
         for changes in ({"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.5}):
-            asked = engine.generate(request("r", PROMPT, max_tokens=30, **changes))
+            generation = engine.generate(request("r", PROMPT, max_tokens=30, **changes))
             if not engine.capabilities.truncation:
                 with pytest.raises(ValueError, match="whole distribution"):
-                    await asked
+                    await generation
                 continue
-            result = await asked
+            result = await generation
             assert_agrees(result, PROMPT)
             everything = all_logprobs(0, PROMPT, result.token_ids).exp()
             drawn = everything.gather(1, torch.tensor(result.token_ids)[:, None])
@@ -196,7 +196,7 @@ async def test_sampling_masks_have_the_tokens_that_could_be_drawn(open_engine: O
             with pytest.raises(ValueError):
                 await whole
             return
-        result, other, _ = await asyncio.gather(
+        result, top_p_result, _ = await asyncio.gather(
             whole,
             engine.generate(
                 request(
@@ -205,28 +205,32 @@ async def test_sampling_masks_have_the_tokens_that_could_be_drawn(open_engine: O
             ),
             engine.generate(request("free", PROMPT, max_tokens=9)),
         )
-        for found, top_k, top_p in ((result, 3, 1.0), (other, 9, 0.5)):
-            everything = all_logprobs(0, PROMPT, found.token_ids)
-            entries = found.sampling_mask.tolist()
+        for sampled, top_k, top_p in ((result, 3, 1.0), (top_p_result, 9, 0.5)):
+            everything = all_logprobs(0, PROMPT, sampled.token_ids)
+            entries = sampled.sampling_mask.tolist()
             starts = [index for index, entry in enumerate(entries) if entry < 0]
-            assert len(starts) == len(found.token_ids)
+            assert len(starts) == len(sampled.token_ids)
             for row, (start, end) in enumerate(
                 zip(starts, [*starts[1:], len(entries)], strict=True)
             ):
-                kept = [~entries[start], *entries[start + 1 : end]]
+                token_ids = [~entries[start], *entries[start + 1 : end]]
                 ranked = everything[row].exp().sort(descending=True)
                 before = ranked.values.cumsum(0) - ranked.values
                 # top_p is relative to these tokens, but in SGLang to all.
                 is_joint = engine.capabilities.name == "sglang"
                 most = 1.0 if is_joint else ranked.values[:top_k].sum()
                 size = min(top_k, int((before < top_p * most).sum()))
-                assert sorted(kept) == sorted(ranked.indices[:size].tolist())
-                relative = everything[row][kept].log_softmax(0)[kept.index(found.token_ids[row])]
-                assert found.logprobs[row] == pytest.approx(float(relative), abs=TOLERANCE)
-                if found is other:
-                    best = everything[row][kept].log_softmax(0).sort(descending=True).values[:3]
-                    table = torch.from_numpy(found.top_logprobs[row])
-                    assert set(table[: len(best), 0].tolist()) <= set(kept)
+                assert sorted(token_ids) == sorted(ranked.indices[:size].tolist())
+                relative = everything[row][token_ids].log_softmax(0)[
+                    token_ids.index(sampled.token_ids[row])
+                ]
+                assert sampled.logprobs[row] == pytest.approx(float(relative), abs=TOLERANCE)
+                if sampled is top_p_result:
+                    best = (
+                        everything[row][token_ids].log_softmax(0).sort(descending=True).values[:3]
+                    )
+                    table = torch.from_numpy(sampled.top_logprobs[row])
+                    assert set(table[: len(best), 0].tolist()) <= set(token_ids)
                     torch.testing.assert_close(table[: len(best), 1], best, atol=TOLERANCE, rtol=0)
                     assert bool((table[len(best) : -1, 1] < -1e4).all())
 
@@ -237,27 +241,27 @@ async def test_the_most_likely_tokens_are_reported_with_each_token(
 ) -> None:
     async with open_engine() as engine:
         await adopt(engine, 0)
-        wanted = engine.generate(
+        generation = engine.generate(
             request("top", PROMPT, max_tokens=9, temperature=0.7, top_logprobs=5)
         )
         if not engine.capabilities.top_logprobs:
             with pytest.raises(ValueError):
-                await wanted
+                await generation
             return
         result, free, few = await asyncio.gather(
-            wanted,
+            generation,
             engine.generate(request("free", PROMPT, max_tokens=9)),
             engine.generate(request("few", PROMPT, max_tokens=5, seed=2, top_logprobs=2)),
         )
         assert free.top_logprobs is None
-        for found, count, temperature in ((result, 5, 0.7), (few, 2, 1.0)):
-            everything = all_logprobs(0, PROMPT, found.token_ids, temperature=temperature)
+        for sampled, count, temperature in ((result, 5, 0.7), (few, 2, 1.0)):
+            everything = all_logprobs(0, PROMPT, sampled.token_ids, temperature=temperature)
             ranked = everything.sort(descending=True)
-            table = torch.from_numpy(found.top_logprobs)
+            table = torch.from_numpy(sampled.top_logprobs)
             assert table.dtype == torch.float32
-            assert table.shape == (len(found.token_ids), count + 1, 2)
+            assert table.shape == (len(sampled.token_ids), count + 1, 2)
             assert torch.equal(table[:, :-1, 0].long(), ranked.indices[:, :count])
-            assert table[:, -1, 0].tolist() == [-1.0] * len(found.token_ids)
+            assert table[:, -1, 0].tolist() == [-1.0] * len(sampled.token_ids)
             torch.testing.assert_close(
                 table[:, :-1, 1], ranked.values[:, :count], atol=TOLERANCE, rtol=0
             )
@@ -267,13 +271,13 @@ async def test_the_most_likely_tokens_are_reported_with_each_token(
 
 async def _adopt_within_response(engine: Engine, version: int) -> GenerationResult:
     """Adopts a version while a response is sampled; aborts the response 40 tokens later if it still runs."""
-    asked = request(f"cut{version}", PROMPT, max_tokens=200, top_logprobs=3)
-    task = asyncio.ensure_future(engine.generate(asked))
+    generation_request = request(f"cut{version}", PROMPT, max_tokens=200, top_logprobs=3)
+    task = asyncio.ensure_future(engine.generate(generation_request))
     await until(made(engine, 10))
     await adopt(engine, version)
     has_made = made(engine, 40)
     await until(lambda: task.done() or has_made())
-    await engine.abort({asked.request_id})
+    await engine.abort({generation_request.request_id})
     return await task
 
 
@@ -291,12 +295,12 @@ async def test_an_interrupted_request_keeps_the_most_likely_tokens(open_engine: 
                 break
         assert versions == [before, before + 1]
         assert len(result.top_logprobs) == len(result.token_ids)
-        place = 0
+        begin = 0
         for version, count in result.version_runs:
-            everything = all_logprobs(version, PROMPT, result.token_ids)[place : place + count]
-            best = torch.from_numpy(result.top_logprobs)[place : place + count, 0, 1]
+            everything = all_logprobs(version, PROMPT, result.token_ids)[begin : begin + count]
+            best = torch.from_numpy(result.top_logprobs)[begin : begin + count, 0, 1]
             torch.testing.assert_close(best, everything.max(1).values, atol=10 * TOLERANCE, rtol=0)
-            place += count
+            begin += count
 
 
 @real_engines

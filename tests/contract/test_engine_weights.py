@@ -172,7 +172,7 @@ async def test_prefixes_that_were_computed_before_are_counted(open_engine: OpenE
         assert after.cached_tokens_total - before.cached_tokens_total >= 2 * 64
 
 
-@pytest.mark.parametrize("open_engine", [one for one in REAL_ENGINES if one.id != "torch"])
+@pytest.mark.parametrize("open_engine", [engine for engine in REAL_ENGINES if engine.id != "torch"])
 async def test_what_follows_a_response_finds_what_was_computed_again_for_it(
     open_engine: OpenEngine,
 ) -> None:

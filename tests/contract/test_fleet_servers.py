@@ -60,8 +60,8 @@ _MOST_TOKENS = {"vllm-server": {}, "sglang-server": {"context_length": 506}}
 
 
 def _kind(package: str, kind: type[LocalServer], *options: str) -> Any:
-    missing = importlib.util.find_spec(package) is None
-    mark = pytest.mark.skipif(missing, reason=f"{package} is not installed here")
+    is_missing = importlib.util.find_spec(package) is None
+    mark = pytest.mark.skipif(is_missing, reason=f"{package} is not installed here")
     return pytest.param((kind, options), id=kind.engine, marks=mark)
 
 
@@ -275,9 +275,9 @@ async def test_a_server_that_another_run_uses_is_refused_by_name(
 ) -> None:
     async with _attached(_engine(servers), 2) as engine:
         await adopt(engine, 0)
-        other = _engine(servers, worker="another")
+        second_engine = _engine(servers, worker="another")
         with pytest.raises(EngineDiedError, match="'test' uses this server"):
-            await other.run()
+            await second_engine.run()
         result = await engine.generate(request("r", PROMPT))
         assert_agrees(result, PROMPT)
 
@@ -294,7 +294,7 @@ async def test_a_killed_server_loses_no_response_and_returns_with_the_newest_wei
     servers: list[LocalServer],
 ) -> None:
     events: list[str] = []
-    killed, other = servers
+    killed, survivor = servers
     async with _attached(_engine(servers, events), 2) as engine:
         await adopt(engine, 0)
         await engine.score(PROMPT)
@@ -308,9 +308,9 @@ async def test_a_killed_server_loses_no_response_and_returns_with_the_newest_wei
             assert len(result.token_ids) == 480
             assert {version for version, _ in result.version_runs} == {0, 1}
             assert_agrees(result, PROMPT[: 5 + seed])
-        assert [server.address for server in engine.backend.fleet.serving] == [other.address]
-        (lost,) = events
-        assert lost.startswith(f"EngineServerLost: {killed.address} gets no work")
+        assert [server.address for server in engine.backend.fleet.serving] == [survivor.address]
+        (loss_event,) = events
+        assert loss_event.startswith(f"EngineServerLost: {killed.address} gets no work")
         killed.start()
         async with asyncio.timeout(_TIMEOUT_S):
             while len(engine.backend.fleet.serving) < 2:  # noqa: ASYNC110 -- a process loads

@@ -94,8 +94,8 @@ def _assert_exact(
     for version, number in result.version_runs:
         tokens = result.token_ids[start : start + number]
         before = (*context, *result.token_ids[:start])
-        found = torch.tensor(result.logprobs[start : start + number])
-        difference = (found - _expected(seeds[version], before, tokens)).abs()
+        logprobs = torch.tensor(result.logprobs[start : start + number])
+        difference = (logprobs - _expected(seeds[version], before, tokens)).abs()
         assert float(difference.mean()) <= 1e-5
         assert float(difference.max()) <= 1e-4
         start += number

@@ -151,7 +151,7 @@ def _config(family: str, engine_name: str) -> Any:
 async def _serving(
     engine_name: str, config: Any, *, dtype: torch.dtype, tells_experts: bool
 ) -> AsyncIterator[Engine]:
-    order = EngineConfig(
+    engine_config = EngineConfig(
         config=config,
         dtype=dtype,
         device=torch.device("cpu"),
@@ -159,7 +159,7 @@ async def _serving(
         arguments=_ARGUMENTS.get(engine_name, {}),
         returns_experts=tells_experts,
     )
-    engine = make_engine(engine_name, order)
+    engine = make_engine(engine_name, engine_config)
     async with asyncio.timeout(600), running(engine):
         await engine.wait_ready()
         yield engine

@@ -66,7 +66,7 @@ def _check(result: GenerationResult, prompt: tuple[int, ...], *, known: int = 0)
 
 
 async def test_experts_are_reported_once_per_token() -> None:
-    order = EngineConfig(
+    engine_config = EngineConfig(
         config=_model(0).config,
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -74,7 +74,7 @@ async def test_experts_are_reported_once_per_token() -> None:
         arguments=_ARGUMENTS,
         returns_experts=True,
     )
-    engine = make_engine("vllm", order)
+    engine = make_engine("vllm", engine_config)
     async with asyncio.timeout(500), running(engine):
         await engine.adopt_weights(0, stored_tensors(_model(0)))
         _check(await engine.generate(request("first", _PROMPT)), _PROMPT)

@@ -39,7 +39,7 @@ async def test_weights_in_place_are_those_of_the_trainer_on_two_ranks(
         initializer_range=0.2,
         architectures=["Qwen2ForCausalLM"],
     )
-    order = EngineConfig(
+    engine_config = EngineConfig(
         config=config,
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -47,7 +47,7 @@ async def test_weights_in_place_are_those_of_the_trainer_on_two_ranks(
         arguments=ARGUMENTS,
         is_written_in_place=True,
     )
-    engine = make_engine("vllm", order)
+    engine = make_engine("vllm", engine_config)
     assert isinstance(engine, ExternalEngine)
     async with running(engine), asyncio.timeout(500):
         for version in range(3):

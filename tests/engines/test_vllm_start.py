@@ -72,7 +72,7 @@ def test_vllms_children_start_after_this_process_used_its_device(tmp_path: objec
 
 
 def test_an_option_that_vllm_does_not_have_is_refused_before_it_starts() -> None:
-    order = EngineConfig(
+    engine_config = EngineConfig(
         config=Qwen2Config(),
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -80,13 +80,13 @@ def test_an_option_that_vllm_does_not_have_is_refused_before_it_starts() -> None
         arguments={"gpu_memory_utilisation": 0.5},
     )
     with pytest.raises(ValueError, match="did you mean gpu_memory_utilization"):
-        make_engine("vllm", order)
+        make_engine("vllm", engine_config)
 
 
 async def test_the_last_lines_of_the_log_say_why_vllm_did_not_start(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    order = EngineConfig(
+    engine_config = EngineConfig(
         config=Qwen2Config(
             vocab_size=64,
             hidden_size=32,
@@ -102,6 +102,6 @@ async def test_the_last_lines_of_the_log_say_why_vllm_did_not_start(
         arguments={"max_model_len": 4096, "kv_cache_memory_bytes": 4096},
     )
     with pytest.raises(EngineDiedError):
-        await make_engine("vllm", order).run()
+        await make_engine("vllm", engine_config).run()
     *_, last = capfd.readouterr().err.rstrip().splitlines()
     assert "No available memory for the cache blocks" in last

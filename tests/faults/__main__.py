@@ -123,9 +123,9 @@ def newest_commit() -> str:
     Raises:
         SystemExit: If the services differ from it.
     """
-    if changed := git("status", "--porcelain"):
+    if changed_files := git("status", "--porcelain"):
         raise SystemExit(
-            f"commit the services first, so that results say what they are of:\n{changed}"
+            f"commit the services first, so that results say what they are of:\n{changed_files}"
         )
     return git("log", "-1", "--format=%h")
 

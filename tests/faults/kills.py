@@ -244,9 +244,11 @@ def run_and_kill(
     assert facts["samples_checked"] > 0
     kl = {} if fleet is None else check_logprobs(state)
     killed = [name.removeprefix("kill ") for name in names]
-    others = {"faults": dict(Counter(name for name in killed if " " in name))} if faults else {}
+    fault_counts = (
+        {"faults": dict(Counter(name for name in killed if " " in name))} if faults else {}
+    )
     counts = dict(Counter(name for name in killed if " " not in name))
-    return {"seed": seed, "kind": kind, "killed": counts, **others, **facts, **kl}
+    return {"seed": seed, "kind": kind, "killed": counts, **fault_counts, **facts, **kl}
 
 
 def tried(folder: Path, seed: int, kind: str, **size: int) -> dict[str, Any]:

@@ -119,8 +119,8 @@ def kill_one(training: Training, chooser: random.Random, phase: Phase) -> dict[s
     noticed_s = time.monotonic() - begin
     cause, step = database.cause(), database.trained()
     # The launcher sees the signal; another rank sees that this one does not answer.
-    told = (f"trainer-0 exited with signal 9, rank {rank} first", f"rank {rank} on ")
-    assert any(text in cause for text in told), f"rank {rank}: {cause}"
+    reports = (f"trainer-0 exited with signal 9, rank {rank} first", f"rank {rank} on ")
+    assert any(text in cause for text in reports), f"rank {rank}: {cause}"
     until(lambda: database.trained() > step, "a step after the loss")
     return {
         "rank": int(rank),

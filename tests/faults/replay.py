@@ -96,7 +96,7 @@ def regenerate(state: Path, sampled: Sequence[Sequence[int]]) -> dict[str, Any]:
     begin = time.monotonic()
     differences: list[str] = []
     for steps in sampled:
-        options = [part for step in steps for part in ("--sample", str(step))]
+        options = [argument for step in steps for argument in ("--sample", str(step))]
         command = ("replay", "plumbing", "--json", "--state-directory", state, *options)
         result = slipstream(*command, timeout=3600)
         assert result.code in (0, 1), result.out + result.err
@@ -119,15 +119,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        state, found = record(folder, num_steps)
-        print(json.dumps(found, indent=1), flush=True)
-        found |= regenerate(state, [[2], [num_steps]] if is_smoke else _SAMPLED)
+        state, figures = record(folder, num_steps)
+        print(json.dumps(figures, indent=1), flush=True)
+        figures |= regenerate(state, [[2], [num_steps]] if is_smoke else _SAMPLED)
         steps, _, seconds = replay(state)
         equal = sum(not step["tensors"] for step in steps)
         options = [argument for setting in _OTHER_LOSS for argument in ("--set", setting)]
-        changed, message, _ = replay(state, *options, "--to", "3")
-    parted = next(step["step"] for step in changed if step["tensors"])
-    found |= {
+        changed_steps, message, _ = replay(state, *options, "--to", "3")
+    parted = next(step["step"] for step in changed_steps if step["tensors"])
+    figures |= {
         "steps": num_steps,
         "equal_versions": equal,
         "replay_s": seconds,
@@ -138,16 +138,16 @@ def main() -> None:
     bars = {
         "all versions are equal": equal == num_steps == len(steps),
         "another loss parts at step 1": parted == 1 and message.endswith("step 1"),
-        "recording takes at most 2 % of a step": found["record_fraction_with_thread"]
+        "recording takes at most 2 % of a step": figures["record_fraction_with_thread"]
         <= _MAX_RECORD_FRACTION,
         "200 responses are equal": _LEAST_RESPONSES
-        <= found["responses"]
-        == found["equal_responses"],
+        <= figures["responses"]
+        == figures["equal_responses"],
     }
-    found["bars"] = bars
-    print(json.dumps(found, indent=1))
+    figures["bars"] = bars
+    print(json.dumps(figures, indent=1))
     if not is_smoke:
-        _RESULT.write_text(f"{json.dumps(found, indent=1)}\n", encoding="utf-8")
+        _RESULT.write_text(f"{json.dumps(figures, indent=1)}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

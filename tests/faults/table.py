@@ -81,9 +81,9 @@ def suffer(folder: Path, fault: Fault) -> dict[str, Any]:
         training.until_step(fault.begins)
         fault.happen(training)
         ended = _end(training.wait())
-        said = training.output
-        assert ended == fault.ends, f"{ended} instead of {fault.ends}:\n{said[-4000:]}"
-        assert re.search(fault.says, said), f"no {fault.says!r} in:\n{said[-4000:]}"
+        output = training.output
+        assert ended == fault.ends, f"{ended} instead of {fault.ends}:\n{output[-4000:]}"
+        assert re.search(fault.says, output), f"no {fault.says!r} in:\n{output[-4000:]}"
         if fault.goes_on:
             if disk is not None:
                 disk.free()
@@ -167,8 +167,8 @@ def _put_an_older_database(training: Training) -> None:
     training.until_step(_BEGINS + 5)
     with training.suspended():  # the command would restart the controller at once
         training.kill("controller")
-        for left in ("-wal", "-shm"):
-            database.with_name(database.name + left).unlink(missing_ok=True)
+        for suffix in ("-wal", "-shm"):
+            database.with_name(database.name + suffix).unlink(missing_ok=True)
         older.replace(database)
 
 

@@ -56,7 +56,7 @@ async def kill_in_a_row(
         for _ in range(count):
             victim = chooser.choice(ROLLOUTS)
             moment = chooser.choice(MOMENTS)
-            sent = chooser.choice((signal.SIGKILL, signal.SIGSTOP))
+            kill_signal = chooser.choice((signal.SIGKILL, signal.SIGSTOP))
             delay_s = {"before": 0.0, "during": chooser.random() * usual_s, "after": 0.0}[moment]
             spare = started.start(victim, names.index(victim))
             version += 1
@@ -66,7 +66,7 @@ async def kill_in_a_row(
             if moment == "during":
                 publishing = asyncio.ensure_future(session.publish(partial(int, version)))
                 await asyncio.sleep(delay_s)
-            members[victim].send_signal(sent)
+            members[victim].send_signal(kill_signal)
             begin = time.monotonic()
             report = await (
                 publishing if moment == "during" else session.publish(partial(int, version))
@@ -75,11 +75,11 @@ async def kill_in_a_row(
             assert set(report.lost) <= {victim}, (
                 f"{report.lost} were lost, but only {victim} was ended"
             )
-            others = [members[name] for name in ROLLOUTS if name != victim]
-            digests = {await member.serves_version(version) for member in others}
+            survivors = [members[name] for name in ROLLOUTS if name != victim]
+            digests = {await member.serves_version(version) for member in survivors}
             assert len(digests) == 1, f"rollouts serve different weights: {digests}"
-            kills.append(Kill(moment, sent.name, seconds, victim in report.lost))
-            print(f"  {len(kills):3} {moment:7} {sent.name} {seconds:6.2f} s", flush=True)
+            kills.append(Kill(moment, kill_signal.name, seconds, victim in report.lost))
+            print(f"  {len(kills):3} {moment:7} {kill_signal.name} {seconds:6.2f} s", flush=True)
             members[victim].end()
             members[victim] = spare
             await members[victim].started()
@@ -124,10 +124,10 @@ def main() -> None:
     )
     row = summary(kills)
     print(row)
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     backend = "nccl" if options.gpu else "gloo"
-    known[f"recovery {backend} 1+3, {options.megabytes} MB"] = row
-    RESULTS.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
+    results[f"recovery {backend} 1+3, {options.megabytes} MB"] = row
+    RESULTS.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

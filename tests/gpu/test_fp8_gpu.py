@@ -73,7 +73,7 @@ def test_vllm_serves_fp8_after_five_updates_and_verifies_each(
 
 
 async def check_updates(kind: Fp8 | None, cache: str | None, *, is_eager: bool, tied: bool) -> None:
-    order = EngineConfig(
+    engine_config = EngineConfig(
         config=config(tied=tied),
         dtype=torch.bfloat16,
         device=torch.device("cuda"),
@@ -87,7 +87,7 @@ async def check_updates(kind: Fp8 | None, cache: str | None, *, is_eager: bool, 
             "enforce_eager": is_eager,
         },
     )
-    engine = make_engine("vllm", order)
+    engine = make_engine("vllm", engine_config)
     assert isinstance(engine, ExternalEngine)
     outcomes: list[Any] = []
     async with running(engine):

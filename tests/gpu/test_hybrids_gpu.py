@@ -101,10 +101,10 @@ async def _compare_logprobs() -> None:
     arguments: dict[str, Any] = {"gpu_memory_utilization": 0.3, "enforce_eager": True}
     if importlib.util.find_spec("flashinfer") is None:
         arguments["gdn_prefill_backend"] = "triton"
-    order = EngineConfig(
+    engine_config = EngineConfig(
         config=config, dtype=torch.bfloat16, device=_CUDA, max_running=8, arguments=arguments
     )
-    engine = make_engine("vllm", order)
+    engine = make_engine("vllm", engine_config)
     prompt = [3 + (7 * number) % 50 for number in range(100)]
     scores: list[Any] = []
     async with asyncio.timeout(500), running(engine):

@@ -36,7 +36,7 @@ async def test_weights_written_into_an_engine_are_those_that_a_copy_brings(
         max_position_embeddings=512,
         architectures=["Qwen2ForCausalLM"],
     )
-    order = EngineConfig(
+    engine_config = EngineConfig(
         config=config,
         dtype=torch.bfloat16,
         device=torch.device("cuda"),
@@ -44,7 +44,7 @@ async def test_weights_written_into_an_engine_are_those_that_a_copy_brings(
         arguments=ARGUMENTS[engine_name],
         is_written_in_place=True,
     )
-    engine = make_engine(engine_name, order)
+    engine = make_engine(engine_name, engine_config)
     assert isinstance(engine, ExternalEngine)
     async with running(engine):
         await engine.wait_ready()

@@ -68,7 +68,7 @@ def test_logprobs_with_proposals_are_those_of_the_policy(is_eager: bool) -> None
 
 
 async def check_logprobs(*, is_eager: bool) -> None:
-    order = EngineConfig(
+    engine_config = EngineConfig(
         config=CONFIG,
         dtype=DTYPE,
         device=DEVICE,
@@ -76,7 +76,7 @@ async def check_logprobs(*, is_eager: bool) -> None:
         arguments={"max_model_len": 512, "gpu_memory_utilization": 0.3, "enforce_eager": is_eager},
         speculation=SpeculationSpec(tokens=3, prompt_lookup_min=1),
     )
-    engine = make_engine("vllm", order)
+    engine = make_engine("vllm", engine_config)
     async with asyncio.timeout(500), running(engine):
         await engine.wait_ready()
         await adopt(engine, 0)

@@ -81,7 +81,7 @@ def test_logprobs_of_vllm_are_those_of_the_trainer_after_every_adoption(
 
 async def _compare_logprobs(kind: str, *, in_place: bool) -> None:
     config = wide_config(kind, head_dim=64, initializer_range=0.02)
-    order = EngineConfig(
+    engine_config = EngineConfig(
         config=config,
         dtype=torch.bfloat16,
         device=torch.device("cuda"),
@@ -93,7 +93,7 @@ async def _compare_logprobs(kind: str, *, in_place: bool) -> None:
     rng = random.Random(0)
     prompts = [random_prompt(rng, count) for count in (1, 2, 0, 3)]
     scores: list[Any] = []
-    engine = make_engine("vllm", order)
+    engine = make_engine("vllm", engine_config)
     async with asyncio.timeout(500), running(engine):
         await engine.wait_ready()
         for version, seed in enumerate((0, 1, 2, 3, 1)):

@@ -43,7 +43,7 @@ def test_masks_and_most_likely_tokens_are_those_of_the_distribution() -> None:
 
 
 async def _check_reports() -> None:
-    order = EngineConfig(
+    engine_config = EngineConfig(
         config=CONFIG,
         dtype=DTYPE,
         device=DEVICE,
@@ -52,7 +52,7 @@ async def _check_reports() -> None:
         returns_masks=True,
         top_logprobs=32,
     )
-    engine = make_engine("vllm", order)
+    engine = make_engine("vllm", engine_config)
     async with asyncio.timeout(800), running(engine):
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(CONFIG).to(DEVICE, DTYPE).eval()

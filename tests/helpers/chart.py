@@ -28,12 +28,14 @@ Manifest = dict[str, Any]
 def helm(*arguments: str, version: str = "helm4") -> subprocess.CompletedProcess[str]:
     """Runs Helm, or returns the result of an equal command on an equal chart."""
     (program,) = require(version)
-    stored = _results(program) / f"{sha256(json.dumps(arguments).encode()).hexdigest()}.json"
+    result_file = _results(program) / f"{sha256(json.dumps(arguments).encode()).hexdigest()}.json"
     depends_on_chart_only = arguments[0] in ("template", "lint") and not any(
         map(_is_other_file, arguments)
     )
-    if depends_on_chart_only and stored.exists():
-        return subprocess.CompletedProcess([program, *arguments], **json.loads(stored.read_text()))
+    if depends_on_chart_only and result_file.exists():
+        return subprocess.CompletedProcess(
+            [program, *arguments], **json.loads(result_file.read_text())
+        )
     # A process of a tenth of a second needs no garbage collection, which takes a quarter of its time.
     environment = {**os.environ, "GOGC": "off"}
     result = subprocess.run(
@@ -45,9 +47,9 @@ def helm(*arguments: str, version: str = "helm4") -> subprocess.CompletedProcess
             "stdout": result.stdout,
             "stderr": result.stderr,
         }
-        new = stored.with_suffix(f".{os.getpid()}")
+        new = result_file.with_suffix(f".{os.getpid()}")
         new.write_text(json.dumps(content))
-        new.replace(stored)
+        new.replace(result_file)
     return result
 
 
@@ -69,9 +71,9 @@ def _results(program: Path) -> Path:
             state.update(path.read_bytes())
     folder = _RESULTS / program.name / state.hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
-    for other in folder.parent.iterdir():
-        if other != folder:
-            shutil.rmtree(other, ignore_errors=True)
+    for entry in folder.parent.iterdir():
+        if entry != folder:
+            shutil.rmtree(entry, ignore_errors=True)
     return folder
 
 

@@ -487,6 +487,6 @@ def family_tokenizer(
         clean_up_tokenization_spaces=False,
         chat_template=template or family.template,
     )
-    others = family.stops if stops is None else stops
-    stop_ids = [inner.convert_tokens_to_ids(token) for token in others]
+    stop_texts = family.stops if stops is None else stops
+    stop_ids = [inner.convert_tokens_to_ids(token) for token in stop_texts]
     return Tokenizer(inner, name=name, stop_ids=stop_ids, **options)

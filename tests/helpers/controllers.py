@@ -36,14 +36,14 @@ class RunningController:
 @contextmanager
 def running_queue(folder: Path) -> Iterator[str]:
     """Yields the address of a small transferqueue that runs until the block ends."""
-    ready, log = folder / "queue.ready", folder / "queue.log"
+    ready_file, log = folder / "queue.ready", folder / "queue.log"
     settings = {
-        "ready_file": ready,
+        "ready_file": ready_file,
         "snapshot_folder": folder / "snapshots",
         "sample_folder": folder / "kept",
         "capacity_bytes": 1 << 24,
     }
-    with _service("transferqueue", settings, ready, log) as (_, addresses):
+    with _service("transferqueue", settings, ready_file, log) as (_, addresses):
         yield addresses["address"]
 
 
@@ -51,27 +51,27 @@ def running_queue(folder: Path) -> Iterator[str]:
 def running_controller(folder: Path, **settings: object) -> Iterator[RunningController]:
     """Runs a controller in a folder until the block ends."""
     (folder / "token").write_text(ADMIN)
-    ready, log = folder / "ready", folder / "log"
+    ready_file, log = folder / "ready", folder / "log"
     own_settings = {
         "transferqueue_address": "127.0.0.1:9",
         "state_directory": folder / "state",
         "launcher": "none",
         "admin_token_file": folder / "token",
-        "ready_file": ready,
+        "ready_file": ready_file,
         "max_active_runs": 1,
         **settings,
     }
-    with _service("controller", own_settings, ready, log) as (process, addresses):
+    with _service("controller", own_settings, ready_file, log) as (process, addresses):
         yield RunningController(addresses["rest"], addresses["grpc"], log, process.pid)
 
 
 @contextmanager
 def _service(
-    name: str, given: Mapping[str, object], ready: Path, log: Path
+    name: str, settings: Mapping[str, object], ready_file: Path, log: Path
 ) -> Iterator[tuple[subprocess.Popen, dict[str, str]]]:
     """Yields a service's process and its addresses once it has announced them."""
     prefix = f"SLIPSTREAM_{name.upper()}_"
-    environment = {f"{prefix}{key.upper()}": str(value) for key, value in given.items()}
+    environment = {f"{prefix}{key.upper()}": str(value) for key, value in settings.items()}
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", f"services.{name}"],
@@ -80,10 +80,10 @@ def _service(
             stderr=subprocess.STDOUT,
         )
     try:
-        while not ready.exists():
+        while not ready_file.exists():
             assert process.poll() is None, log.read_text()
             time.sleep(0.1)
-        yield process, json.loads(ready.read_text())
+        yield process, json.loads(ready_file.read_text())
     finally:
         process.kill()
         process.wait()

@@ -27,11 +27,11 @@ def check_due(events: Sequence[sqlite3.Row], spec: Mapping[str, Any], *, num_ste
         _check_evaluations(events, spec["validation"], num_steps=num_steps)
 
 
-def check_fit(kept: Path, steps: Sequence[sqlite3.Row], algorithm: Mapping[str, Any]) -> int:
+def check_fit(database: Path, steps: Sequence[sqlite3.Row], algorithm: Mapping[str, Any]) -> int:
     """Checks that no group trained that dynamic sampling or ``min_group_size`` excludes.
 
     Args:
-        kept: Database of the run's sample records, which all processes have closed.
+        database: Database of the run's sample records, which all processes have closed.
         steps: Committed steps.
 
     Returns:
@@ -44,7 +44,7 @@ def check_fit(kept: Path, steps: Sequence[sqlite3.Row], algorithm: Mapping[str, 
     }
     rewards: dict[int, list[float]] = defaultdict(list)
     members: dict[int, int] = defaultdict(int)
-    with closing(sqlite3.connect(kept)) as connection:
+    with closing(sqlite3.connect(database)) as connection:
         rows = connection.execute("SELECT facts FROM samples WHERE split = 'train'")
         for facts in (json.loads(text) for (text,) in rows):
             sequence = int(facts["group_id"].removeprefix("g"))

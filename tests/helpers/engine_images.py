@@ -31,7 +31,7 @@ async def serving(
     engine_name: str, config: Any, dtype: torch.dtype = torch.float32, *, in_place: bool = False
 ) -> AsyncIterator[Engine]:
     """Yields a running engine on a CPU for a model that takes images."""
-    order = EngineConfig(
+    engine_config = EngineConfig(
         config=config,
         dtype=dtype,
         device=torch.device("cpu"),
@@ -40,7 +40,7 @@ async def serving(
         images=ImageLimits(max_images=4, max_tokens=128),
         is_written_in_place=in_place,
     )
-    engine = make_engine(engine_name, order)
+    engine = make_engine(engine_name, engine_config)
     async with asyncio.timeout(800), running(engine):
         await engine.wait_ready()
         yield engine
@@ -64,28 +64,31 @@ async def adopt(engine: Engine, version: int, model: PreTrainedModel) -> None:
     await engine.adopt_weights(version, tensors)
 
 
-def request(name: str, context: Sequence[int], given: ModelInputs, **changes: Any) -> Any:
+def request(name: str, context: Sequence[int], inputs: ModelInputs, **changes: Any) -> Any:
     """Returns a request with images."""
     values = {"max_tokens": 12, "seed": 3, **changes}
     return GenerationRequest(
-        request_id=name, context_ids=tuple(context), model_inputs=given, **values
+        request_id=name, context_ids=tuple(context), model_inputs=inputs, **values
     )
 
 
 @torch.no_grad()
 def expected(
-    model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], given: ModelInputs
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    response: Sequence[int],
+    model_inputs: ModelInputs,
 ) -> Tensor:
     """Returns the trainer's logprobs of a response."""
     packed = pack(
         Jagged.from_list([torch.tensor(prompt)]),
         Jagged.from_list([torch.tensor(response)]),
         device=torch.device("cpu"),
-        inputs=prompt_spans([prompt], [given]),
+        inputs=prompt_spans([prompt], [model_inputs]),
     )
     return Policy(model, temperature=1.0)(packed)[0]
 
 
-def far(got: Sequence[float], wanted: Tensor) -> float:
+def far(got: Sequence[float], logprobs: Tensor) -> float:
     """Returns the mean absolute difference of logprobs."""
-    return float((torch.tensor(got) - wanted).abs().mean())
+    return float((torch.tensor(got) - logprobs).abs().mean())

@@ -48,14 +48,16 @@ class Subject:
 
     def packed(
         self,
-        given: list[GenerationRequest],
+        requests: list[GenerationRequest],
         results: dict[str, GenerationResult],
         *,
         shares_prefixes: bool,
     ) -> PackedTokens:
-        responses = [torch.tensor(results[request.request_id].token_ids).int() for request in given]
+        responses = [
+            torch.tensor(results[request.request_id].token_ids).int() for request in requests
+        ]
         return pack(
-            Jagged.from_list([torch.tensor(request.context_ids).int() for request in given]),
+            Jagged.from_list([torch.tensor(request.context_ids).int() for request in requests]),
             Jagged.from_list(responses),
             device=torch.device(self.device),
             shares_prefixes=shares_prefixes,
@@ -83,10 +85,10 @@ def groups(count: int, *, tokens: int, vocabulary: int, context: int) -> list[Ge
 
 
 def decoded(
-    batch: DecodeBatch, given: list[GenerationRequest], *, running: int
+    batch: DecodeBatch, requests: list[GenerationRequest], *, running: int
 ) -> dict[str, GenerationResult]:
     """Decodes requests; admits up to three per step while fewer than ``running`` are in the batch."""
-    waiting, results = list(given), {}
+    waiting, results = list(requests), {}
     while waiting or len(batch):
         if waiting and len(batch) < running:
             batch.admit(waiting[:3])
@@ -95,10 +97,10 @@ def decoded(
     return results
 
 
-def logprobs(given: list[GenerationRequest], results: dict[str, GenerationResult]) -> Tensor:
+def logprobs(requests: list[GenerationRequest], results: dict[str, GenerationResult]) -> Tensor:
     """Returns the logprobs of all response tokens."""
     return torch.tensor(
-        [value for request in given for value in results[request.request_id].logprobs]
+        [value for request in requests for value in results[request.request_id].logprobs]
     )
 
 

@@ -69,10 +69,10 @@ def features(seed: int, count: int) -> ModelInputs:
 
 
 def plain_logprobs(
-    model: FeatureCausalModel, context: Sequence[int], tokens: Sequence[int], given: ModelInputs
+    model: FeatureCausalModel, context: Sequence[int], tokens: Sequence[int], inputs: ModelInputs
 ) -> Tensor:
     """Returns the logprobs of tokens after a context, by the model's own unpacked forward pass."""
     model.set_attn_implementation("sdpa")
     ids = torch.tensor([[*context, *tokens]])
-    logits = model(ids, **given.tensors).logits[0, len(context) - 1 : -1].float()
+    logits = model(ids, **inputs.tensors).logits[0, len(context) - 1 : -1].float()
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)

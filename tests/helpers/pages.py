@@ -11,9 +11,9 @@ def example(page: str, name: str, folder: Path) -> Path:
     """Writes the block that begins with the comment ``# name`` to a file with that name."""
     text = (ROOT / "docs" / page).read_text()
     blocks = map(dedent, re.findall(r"```(?:python|py|yaml|toml)\n(.*?)```", text, re.DOTALL))
-    (found,) = (block for block in blocks if block.startswith(f"# {name}\n"))
+    (example_block,) = (block for block in blocks if block.startswith(f"# {name}\n"))
     file = folder / name
-    file.write_text(found)
+    file.write_text(example_block)
     return file
 
 

@@ -106,8 +106,8 @@ class FakeRLRuns:
             version = str(next(self._versions))
             return {"items": copy.deepcopy(bodies), "metadata": {"resourceVersion": version}}
 
-    def patch_namespaced_custom_object(self, *place: Any, **_: Any) -> dict[str, Any]:
-        _, _, namespace, _, name, patch = place
+    def patch_namespaced_custom_object(self, *path: Any, **_: Any) -> dict[str, Any]:
+        _, _, namespace, _, name, patch = path
         with self._lock:
             body = self._find(namespace, name)
             metadata = dict(patch["metadata"])
@@ -118,8 +118,8 @@ class FakeRLRuns:
             self._collect(body)
             return copy.deepcopy(body)
 
-    def patch_namespaced_custom_object_status(self, *place: Any, **_: Any) -> None:
-        _, _, namespace, _, name, patch = place
+    def patch_namespaced_custom_object_status(self, *path: Any, **_: Any) -> None:
+        _, _, namespace, _, name, patch = path
         with self._lock:
             body = self._find(namespace, name)
             merged = {**body.get("status", {}), **patch["status"]}
@@ -127,8 +127,8 @@ class FakeRLRuns:
             self.status_writes[name] = self.status_writes.get(name, 0) + 1
             self._store(body, "MODIFIED")
 
-    def delete_namespaced_custom_object(self, *place: Any, body: Any, **_: Any) -> None:
-        _, _, namespace, _, name = place
+    def delete_namespaced_custom_object(self, *path: Any, body: Any, **_: Any) -> None:
+        _, _, namespace, _, name = path
         assert body["preconditions"]["uid"] == self._find(namespace, name)["metadata"]["uid"]
         self.delete(namespace, name)
 

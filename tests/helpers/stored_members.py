@@ -93,14 +93,14 @@ class StoredCluster(Cluster):
                 url=self._url,
             )
 
-    async def write(self, version, *, base_version=-1, kept=()):
+    async def write(self, version, *, base_version=-1, kept_names=()):
         """Deletes other copies and writes one; returns the order for receivers and the version's digest."""
         epoch = self.epochs[id(self.senders[0])]
         for sender in self.senders:
             await sender.prepare(epoch, version, self.plan_hash)
         self._num_copies += 1
         name = f"v{version}-e{epoch}-{self._num_copies}"
-        await self.senders[0].retain(epoch, kept, timeout_s=10)
+        await self.senders[0].retain(epoch, kept_names, timeout_s=10)
         order = {"version": version, "timeout_s": 10, "base_version": base_version, "stored": name}
         reports = await asyncio.gather(
             *(sender.transfer(TransferOrder(epoch=epoch, **order)) for sender in self.senders)

@@ -25,9 +25,9 @@ def find(name: str) -> Path | None:
 def require(*names: str) -> list[Path]:
     """Returns the paths of programs; a missing one skips the test, or fails it if ``CI`` is set."""
     paths = {name: find(name) for name in names}
-    missing = [name for name, path in paths.items() if path is None]
-    if missing:
-        reason = f"{', '.join(missing)} not found; fetch them with {_PROVISION} {CACHE} lint"
+    missing_names = [name for name, path in paths.items() if path is None]
+    if missing_names:
+        reason = f"{', '.join(missing_names)} not found; fetch them with {_PROVISION} {CACHE} lint"
         if os.getenv("CI"):
             pytest.fail(reason)
         pytest.skip(reason)

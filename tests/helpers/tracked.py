@@ -50,9 +50,9 @@ ROW = [None if name == "reward" else "| what\nit wrote |" for name in COLUMNS]
 
 def needs(*packages: str) -> pytest.MarkDecorator:
     """Skips a test if a tracker is not installed, except in CI, which has all."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    is_skipped = bool(missing) and not os.environ.get("CI")
-    return pytest.mark.skipif(is_skipped, reason=f"not installed: {', '.join(missing)}")
+    missing_packages = [name for name in packages if importlib.util.find_spec(name) is None]
+    is_skipped = bool(missing_packages) and not os.environ.get("CI")
+    return pytest.mark.skipif(is_skipped, reason=f"not installed: {', '.join(missing_packages)}")
 
 
 def of_tensorboard(folder: Path) -> list[Point]:

@@ -161,7 +161,7 @@ def random_prompt(
 
 
 def plain_logprobs(
-    model: Any, prompt: Sequence[int], response: Sequence[int], given: ModelInputs
+    model: Any, prompt: Sequence[int], response: Sequence[int], inputs: ModelInputs
 ) -> Tensor:
     """Returns the logprobs of a response by the model's own unpacked forward pass.
 
@@ -169,11 +169,11 @@ def plain_logprobs(
     places have images.
     """
     ids = torch.tensor([[*prompt, *response]])
-    arguments = {name: tensor for name, tensor in given.tensors.items() if name != "image_places"}
+    arguments = {name: tensor for name, tensor in inputs.tensors.items() if name != "image_places"}
     is_image = torch.zeros_like(ids, dtype=torch.bool)
     if arguments:
-        counts = given.tensors["image_grid_thw"].prod(1) // 4
-        for (_, first), count in zip(given.tensors["image_places"], counts, strict=True):
+        counts = inputs.tensors["image_grid_thw"].prod(1) // 4
+        for (_, first), count in zip(inputs.tensors["image_places"], counts, strict=True):
             is_image[0, first : first + count] = True
         arguments["mm_token_type_ids"] = is_image.int()
     find_mask = type(model.model).get_placeholder_mask.__get__(model.model)

@@ -76,10 +76,10 @@ def main() -> None:
 
 
 async def _generated(
-    subject: Subject, given: list[GenerationRequest]
+    subject: Subject, first_requests: list[GenerationRequest]
 ) -> dict[tuple[float, int], _Results]:
     """Samples all requests at once, then some of them one by one, at each temperature."""
-    order = EngineConfig(
+    engine_config = EngineConfig(
         config=AutoConfig.for_model(**subject.config),
         dtype=subject.dtype,
         device=torch.device(subject.device),
@@ -88,14 +88,14 @@ async def _generated(
         is_invariant=True,
         arguments={"max_model_len": 1024, "gpu_memory_utilization": 0.2},
     )
-    engine = make_engine("vllm", order)
+    engine = make_engine("vllm", engine_config)
     result: dict[tuple[float, int], _Results] = {}
     async with asyncio.timeout(400), running(engine):
         await engine.wait_ready()
         weights = {name: value.detach() for name, value in subject.model().named_parameters()}
         await engine.adopt_weights(0, weights)
         for temperature in _TEMPERATURES:
-            requests = [replace(request, temperature=temperature) for request in given]
+            requests = [replace(request, temperature=temperature) for request in first_requests]
             results = await asyncio.gather(*map(engine.generate, requests))
             names = [request.request_id for request in requests]
             result[temperature, _RUNNING] = dict(zip(names, results, strict=True))
@@ -106,35 +106,35 @@ async def _generated(
 
 
 def _compared(
-    subject: Subject, asked: list[GenerationRequest], results: _Results, temperature: float
+    subject: Subject, requests: list[GenerationRequest], results: _Results, temperature: float
 ) -> dict[str, float]:
     policy = subject.policy("vllm", temperature=temperature)
     parts = []
-    for start in range(0, len(asked), _PACK):
-        pack = asked[start : start + _PACK]
+    for start in range(0, len(requests), _PACK):
+        pack = requests[start : start + _PACK]
         packed = subject.packed(pack, results, shares_prefixes=start % (2 * _PACK) == 0)
         with torch.no_grad():
             parts.append(policy(packed)[0].cpu())
-    return _difference(torch.cat(parts), logprobs(asked, results))
+    return _difference(torch.cat(parts), logprobs(requests, results))
 
 
 def _with_gradients(
-    subject: Subject, asked: list[GenerationRequest], results: _Results, temperature: float
+    subject: Subject, requests: list[GenerationRequest], results: _Results, temperature: float
 ) -> dict[str, float]:
     policy = subject.policy("vllm", temperature=temperature)
-    logprobs_of_policy, entropy = policy(subject.packed(asked, results, shares_prefixes=True))
+    logprobs_of_policy, entropy = policy(subject.packed(requests, results, shares_prefixes=True))
     (logprobs_of_policy.sum() + entropy.sum()).backward()
     are_finite = all(bool(parameter.grad.isfinite().all()) for parameter in policy.parameters())
-    return _difference(logprobs_of_policy.detach().cpu(), logprobs(asked, results)) | {
+    return _difference(logprobs_of_policy.detach().cpu(), logprobs(requests, results)) | {
         "are_finite": are_finite
     }
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
-    difference = (found - expected).abs()
+def _difference(computed: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
+    difference = (computed - expected).abs()
     return {
-        "tokens": len(found),
-        "unequal": int((found != expected).sum()),
+        "tokens": len(computed),
+        "unequal": int((computed != expected).sum()),
         "max_difference": float(difference.max()),
         "mean_difference": float(difference.mean()),
     }

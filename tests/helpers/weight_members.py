@@ -206,11 +206,11 @@ class Cluster:
 
     async def transfer(self, version, epoch=1, base_version=-1):
         """Returns the reports of all members, or their errors."""
-        order = TransferOrder(
+        transfer_order = TransferOrder(
             epoch=epoch, version=version, timeout_s=self._timeout_s, base_version=base_version
         )
         return await asyncio.gather(
-            *(member.transfer(order) for member in self.members), return_exceptions=True
+            *(member.transfer(transfer_order) for member in self.members), return_exceptions=True
         )
 
     async def send(self, version, epoch=1):
@@ -221,9 +221,9 @@ class Cluster:
         for report in reports:
             if isinstance(report, BaseException):
                 raise report
-        sent = [digest for report in reports[: len(self.senders)] for digest in report.digests]
-        assert all(list(report.digests) == sent for report in reports[len(self.senders) :])
-        return version_digest(sent)
+        digests = [digest for report in reports[: len(self.senders)] for digest in report.digests]
+        assert all(list(report.digests) == digests for report in reports[len(self.senders) :])
+        return version_digest(digests)
 
     async def publish(self, version, epoch=1):
         """Sends, adopts and checks on all receivers; returns the digest."""

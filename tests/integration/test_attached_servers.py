@@ -99,5 +99,5 @@ def test_a_run_trains_with_servers_of_which_one_is_killed_and_started_again(
     assert max(json.loads(step)["kl_rollout"] for step in steps) < 1e-5
     with closing(sqlite3.connect(tmp_path / "state" / "slipstream.db")) as database:
         query = "SELECT message FROM events WHERE type = 'EngineServerLost'"
-        lost = [message for (message,) in database.execute(query)]
-    assert [killed.address in message for message in lost] == [True]
+        loss_messages = [message for (message,) in database.execute(query)]
+    assert [killed.address in message for message in loss_messages] == [True]

@@ -147,9 +147,9 @@ def rows_of(queue: Queue, name: str) -> list[Tensor]:
     return list(field.values.split(field.lengths.tolist()))
 
 
-def assert_same(found: Outcome, expected: Outcome) -> None:
-    assert found["gradients"].keys() == expected["gradients"].keys()
-    gradients = torch.cat([found["gradients"][name].flatten() for name in expected["gradients"]])
+def assert_same(outcome: Outcome, expected: Outcome) -> None:
+    assert outcome["gradients"].keys() == expected["gradients"].keys()
+    gradients = torch.cat([outcome["gradients"][name].flatten() for name in expected["gradients"]])
     expected_gradients = torch.cat(
         [gradient.flatten() for gradient in expected["gradients"].values()]
     )
@@ -214,10 +214,10 @@ def _distill(arguments: dict[str, Any], trainer: dict[str, Any], **teacher: Any)
     )
 
 
-def _coarse(logprobs: Tensor, kept: Tensor) -> Tensor:
+def _coarse(logprobs: Tensor, token_ids: Tensor) -> Tensor:
     """Returns the logprobs of some tokens and, in the last place, of all other tokens together."""
-    rest = (1.0 - logprobs.gather(-1, kept).exp().sum(-1, keepdim=True)).log()
-    return torch.cat([logprobs.gather(-1, kept), rest], -1)
+    rest = (1.0 - logprobs.gather(-1, token_ids).exp().sum(-1, keepdim=True)).log()
+    return torch.cat([logprobs.gather(-1, token_ids), rest], -1)
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,8 @@ def _queue(policy: Policy) -> Queue:
     with torch.no_grad():
         policy(pack(prompts, responses, device=CPU))
     assert policy.routing is not None
-    chosen = policy.routing._chosen
-    experts = torch.stack([chosen[layer] for layer in sorted(chosen)], 1)
+    experts_by_layer = policy.routing._chosen
+    experts = torch.stack([experts_by_layer[layer] for layer in sorted(experts_by_layer)], 1)
     experts[::2] = (experts[::2] + 1) % 8
     experts[::5] = 255
     lengths = prompts.lengths + responses.lengths - 1

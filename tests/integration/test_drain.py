@@ -100,12 +100,12 @@ def test_a_run_trains_each_step_once_while_its_hosts_are_drained(
 
         drain("node-2", ["trainer-0", "rollout-0"])
         until(lambda: len(events_of("Drained")) == 2)
-        left = shown()["step"]
-        until(lambda: shown()["step"] >= left + 3)
+        step = shown()["step"]
+        until(lambda: shown()["step"] >= step + 3)
         until(lambda: rollouts(api, run_id) == {"rollout-0", "rollout-1"})
         assert shown()["state"] == "RUNNING"
         assert events_of("WorkerLost", "Rewound", "CheckpointFailed") == []
         (saved,) = events_of("CheckpointSaved")
         steps = [event["data"]["step"] for event in events_of("StepCommitted")]
         assert steps == [*range(1, len(steps) + 1)], "each step once, in order"
-        assert saved["data"]["step"] == left
+        assert saved["data"]["step"] == step

@@ -63,8 +63,10 @@ def _train(rank: int, folder: str, spec_json: str) -> None:
     before, outcomes = _weights(trained), []
     for step in (1, 2):
         result = trained.train(StepCommand(step, queue.meta))
-        changed = not all(torch.equal(before[name], v) for name, v in _weights(trained).items())
-        outcomes.append([result.skipped, result.overflowed, changed, result.metrics["loss_scale"]])
+        has_moved = not all(torch.equal(before[name], v) for name, v in _weights(trained).items())
+        outcomes.append(
+            [result.skipped, result.overflowed, has_moved, result.metrics["loss_scale"]]
+        )
         engine.module.forward = forward
     trained.checkpointer.write(trained.snapshot(2))
     outcomes.append(trained.runner.facts())

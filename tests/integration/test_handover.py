@@ -63,11 +63,11 @@ class Caller:
     answered: int = 0
     failed: list[str] = field(default_factory=list)
 
-    async def call_until(self, done: asyncio.Event) -> None:
+    async def call_until(self, end: asyncio.Event) -> None:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         limits = httpx.Limits(max_keepalive_connections=0)
         async with httpx.AsyncClient(timeout=60, limits=limits, headers=headers) as client:
-            while not (done.is_set() and self.answered >= _CALLS):
+            while not (end.is_set() and self.answered >= _CALLS):
                 try:
                     response = await client.get(f"{self.address}/v1/runs")
                     response.raise_for_status()
@@ -97,17 +97,17 @@ async def test_only_calls_that_a_killed_leader_was_answering_fail(
     grpc, rest = free_port(), free_port()
     endpoints = Service([*HOSTS.values()])
     async with AsyncExitStack() as stack:
-        ready = tmp_path / "queue.ready"
+        ready_file = tmp_path / "queue.ready"
         queue = stack.enter_context(
             service(
                 "services.transferqueue",
                 tmp_path / "queue.log",
-                ready_file=ready,
+                ready_file=ready_file,
                 snapshot_folder=tmp_path / "snapshots",
             )
         )
         shared = {
-            "transferqueue_address": announced(ready, queue)["address"],
+            "transferqueue_address": announced(ready_file, queue)["address"],
             "database_url": database_url,
             "lease_ttl_s": 3,
             "leave_runs": "true",

@@ -33,8 +33,8 @@ def test_a_curve_continues_after_a_kill_without_gap_or_repetition(kind, tmp_path
         assert json.loads(table.read_text())["data"] == [tracked.ROW]
     if kind == "tensorboard":  # which renders text as Markdown
         files = tmp_path.rglob("events.out.tfevents.*")
-        written = b"".join(path.read_bytes() for path in files)
-        assert b"\\| what \xe2\x8f\x8e it wrote \\|" in written
+        content = b"".join(path.read_bytes() for path in files)
+        assert b"\\| what \xe2\x8f\x8e it wrote \\|" in content
 
 
 @needs("wandb")

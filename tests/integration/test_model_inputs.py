@@ -59,9 +59,9 @@ ROWS = [
 class Length:
     """Reward that is higher for longer responses."""
 
-    async def score(self, given: RewardInput) -> Score:
-        assert "seen" not in given.row, "rewards are processes, to which no tensors go"
-        return Score(float(len(given.response)))
+    async def score(self, reward_input: RewardInput) -> Score:
+        assert "seen" not in reward_input.row, "rewards are processes, to which no tensors go"
+        return Score(float(len(reward_input.response)))
 
 
 class NotingEngine(TorchEngine):
@@ -145,7 +145,7 @@ async def test_a_rows_tensors_reach_engine_and_trainer_and_never_the_controller(
             if sum(meta.num_keys for meta in metas) == MEMBERS * len(ROWS):
                 break
         batch = KVBatchMeta.concat(metas)
-        stored = (await queue.stats()).partitions[0].stored_bytes
+        stored_bytes = (await queue.stats()).partitions[0].stored_bytes
         transfers = QueueTransfers(data, asyncio.get_running_loop())
         scored = await asyncio.to_thread(add_proximal_logprobs, policy, transfers, batch)
         batch = await queue.get_batch(TRAIN)
@@ -167,7 +167,7 @@ async def test_a_rows_tensors_reach_engine_and_trainer_and_never_the_controller(
 
     assert max(len(meta.to_bytes()) for meta in metas) < 4096 * MEMBERS
     assert len(KVBatchMeta.concat(metas).to_bytes()) < 4096 * len(ROWS)
-    assert 2 * MIB < stored < 3 * MIB, "two groups have 1 MiB each, once for all members"
+    assert 2 * MIB < stored_bytes < 3 * MIB, "two groups have 1 MiB each, once for all members"
 
     for pack in policy.packs:
         digests = [placed.inputs.digest for placed in pack.inputs]

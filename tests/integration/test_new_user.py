@@ -42,9 +42,9 @@ def closed(spec, *, once):
         preexec_fn=lambda: os.login_tty(there),
     )
     os.close(there)
-    read = ""
-    while not re.search(once, read):
-        read += os.read(here, 1 << 16).decode(errors="replace")
+    output = ""
+    while not re.search(once, output):
+        output += os.read(here, 1 << 16).decode(errors="replace")
     os.close(here)
     return process.wait(120)
 

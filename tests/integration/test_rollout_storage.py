@@ -209,7 +209,7 @@ async def test_a_group_trains_if_it_cannot_be_recorded(
 async def test_cached_progress_is_found_by_another_replica_until_it_is_forgotten(
     data: DataClient, metadata: TransferQueueClient
 ) -> None:
-    first, other = (TransferQueueCache(PARTIAL, data=data, metadata=metadata) for _ in range(2))
+    first, second = (TransferQueueCache(PARTIAL, data=data, metadata=metadata) for _ in range(2))
     early: GroupProgress = {1: MemberProgress(num_failed_scores=0, turns=(CUT,))}
     late: GroupProgress = {
         0: MemberProgress(num_failed_scores=2, turns=(SAMPLED, OBSERVED, CUT)),
@@ -219,12 +219,12 @@ async def test_cached_progress_is_found_by_another_replica_until_it_is_forgotten
     for _ in range(3):
         await first.save({"g": early, "h": early}, {"g": 1, "h": 1}, is_last=False)
     await first.save({"g": late}, {"g": 1}, is_last=True)
-    assert await other.load({"g": 1}) == {"g": late}
-    assert await other.load({"h": 1}) == {"h": early}
+    assert await second.load({"g": 1}) == {"g": late}
+    assert await second.load({"h": 1}) == {"h": early}
     assert len((await metadata.get_batch(PARTIAL)).keys) == 3
-    await other.save({"g": early}, {"g": 2}, is_last=False)
+    await second.save({"g": early}, {"g": 2}, is_last=False)
     assert await first.load({"g": 1}) == {"g": late | early}
-    await other.delete_progress("g", (0, 1))
+    await second.delete_progress("g", (0, 1))
     assert await first.load({"g": 1}) == {}
     assert await first.load({"h": 1}) == {"h": early}
 

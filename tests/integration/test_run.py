@@ -122,10 +122,20 @@ def cut_off(process) -> None:
 @pytest.mark.nightly
 def test_an_interrupted_run_resumes_unless_its_specification_changed(plumbing, tmp_path):
     settings = ("trainer.steps=8", "trainer.checkpoint.every=2")
-    changed = ("run", plumbing, "--state-directory", tmp_path, "--set", "trainer.steps=100000")
-    with started(*changed, until=r"step +2/") as (process, _):
+    changed_command = (
+        "run",
+        plumbing,
+        "--state-directory",
+        tmp_path,
+        "--set",
+        "trainer.steps=100000",
+    )
+    with started(*changed_command, until=r"step +2/") as (process, _):
         cut_off(process)
-    same = (*changed[:4], *(argument for setting in settings for argument in ("--set", setting)))
+    same = (
+        *changed_command[:4],
+        *(argument for setting in settings for argument in ("--set", setting)),
+    )
     with started(*same, until=r"step +3/") as (process, lines):
         assert "another specification; cancelling it" in "".join(lines)
         cut_off(process)

@@ -28,8 +28,8 @@ OTHERS = (
 # Every commit runs cpu_async and delta of these; shadow is the default of all other runs.
 MODES = ("delta", "shadow", "inplace", "cpu_async")
 COMBINATIONS = [
-    (advantage, loss, aggregation, (f"weight_sync.mode={mode}", *others))
-    for advantage, loss, aggregation, others, mode in zip(
+    (advantage, loss, aggregation, (f"weight_sync.mode={mode}", *settings))
+    for advantage, loss, aggregation, settings, mode in zip(
         ADVANTAGES,
         cycle(SAMPLING_LOSSES),
         cycle(AGGREGATIONS),
@@ -86,8 +86,8 @@ def test_stale_samples_train_with_score_centering_alone(plumbing, system):
 def test_steps_that_overflow_in_float16_are_reported_and_their_versions_published(plumbing, system):
     settings = ("trainer.dtype=float16", "trainer.loss_scale.initial=1e12")
     # The entropy term always has a gradient, unlike advantages of equal rewards.
-    others = ("algorithm.entropy_coefficient=1.0", "algorithm.max_nonfinite_steps=0")
-    result = system.train(plumbing, *settings, *others)
+    further_settings = ("algorithm.entropy_coefficient=1.0", "algorithm.max_nonfinite_steps=0")
+    result = system.train(plumbing, *settings, *further_settings)
     assert result.code == 0, result.out + result.err
     steps = [json.loads(line) for line in (result.folder / "metrics.jsonl").open()]
     assert [step["loss_scale"] for step in steps] == [5e11, 2.5e11, 1.25e11]

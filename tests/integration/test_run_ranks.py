@@ -23,12 +23,12 @@ def test_two_ranks_apart_or_in_turns_train_what_one_rank_trains(plumbing, system
         "validation.every=1",
     )
     trained = []
-    for ranks, others in ((1, ()), (2, ()), (2, in_turns)):
-        overrides = (f"trainer.world_size={ranks}", "algorithm.max_staleness=0", *others)
+    for ranks, settings in ((1, ()), (2, ()), (2, in_turns)):
+        overrides = (f"trainer.world_size={ranks}", "algorithm.max_staleness=0", *settings)
         result = system.train(plumbing, *overrides)
         assert result.code == 0, result.out + result.err
         steps = [json.loads(line) for line in (result.folder / "metrics.jsonl").open()]
-        assert all(("gpu_switch_s" in step) == (others is in_turns) for step in steps)
+        assert all(("gpu_switch_s" in step) == (settings is in_turns) for step in steps)
         trained.append([(step["reward_mean"], step["grad_norm"]) for step in steps])
     assert trained[0] == [pytest.approx(step, abs=1e-4) for step in trained[1]]
     assert trained[1] == [pytest.approx(step, abs=1e-4) for step in trained[2]]

@@ -45,10 +45,10 @@ KILLED_ROLES = [
 ]
 
 
-def trained(done) -> list[list[float]]:
+def trained(result) -> list[list[float]]:
     """Returns the metrics of each step that must not depend on the roles."""
-    assert done.code == 0, done.out + done.err
-    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
+    assert result.code == 0, result.out + result.err
+    steps = [json.loads(line) for line in (result.folder / "metrics.jsonl").open()]
     return [[step.get(name, 0.0) for name in NUMBERS] for step in steps]
 
 

@@ -31,10 +31,10 @@ def test_stages_train_what_one_rank_trains(plumbing, system, layout):
     """Rollouts sample from the weights that they received, so equal rewards show equal weights."""
     trained = []
     for settings in (("trainer.world_size=1",), (*STAGES, *layout)):
-        others = [setting for setting in layout if setting.startswith("algorithm.")]
+        algorithm_settings = [setting for setting in layout if setting.startswith("algorithm.")]
         result = system.train(
             plumbing,
-            *others,
+            *algorithm_settings,
             *settings,
             "algorithm.max_staleness=0",
             "trainer.tokens_per_micro_batch=64",

@@ -45,8 +45,8 @@ def odd_first(row, tried, *, until):
 
 def test_a_curriculum_of_the_users_own_chooses_the_prompts(system, plumbing):
     (plumbing.parent / "order.py").write_text(ODD_FIRST)
-    chosen = {"function": "order.py:odd_first", "arguments": {"until": 100}}
-    data = {**PLUMBING["data"], "shuffle": False, "curriculum": chosen}
+    curriculum = {"function": "order.py:odd_first", "arguments": {"until": 100}}
+    data = {**PLUMBING["data"], "shuffle": False, "curriculum": curriculum}
     plumbing.write_text(yaml.safe_dump({**PLUMBING, "data": data}))
     result = system.train(plumbing)
     assert result.code == 0, result.out + result.err

@@ -168,8 +168,8 @@ def queue_for(spec: RunSpec) -> Queue:
     with torch.no_grad():
         policy(pack(prompts, responses, device=CPU))
     assert policy.routing is not None
-    chosen = policy.routing._chosen
-    experts = torch.stack([chosen[layer] for layer in sorted(chosen)], 1)
+    experts_by_layer = policy.routing._chosen
+    experts = torch.stack([experts_by_layer[layer] for layer in sorted(experts_by_layer)], 1)
     experts[::2] = (experts[::2] + 1) % 8
     experts[::5] = 255
     lengths = prompts.lengths + responses.lengths - 1
@@ -350,6 +350,6 @@ def test_stages_replay_the_experts_of_the_engine(model: str, replay: str, tmp_pa
     pp2 = {"world_size": 2, "pipeline_parallel": 2, "engine": "stages"}
     stages = trained_stages(spec_with_stages(model, replay=replay, **pp2), tmp_path)
     assert_close(stages, expected)
-    for metrics, others in zip(stages[0]["metrics"], expected["metrics"], strict=True):
-        assert 0 < others["routing_differs"] == pytest.approx(metrics["routing_differs"])
-        assert others["expert_load_max"] == pytest.approx(metrics["expert_load_max"])
+    for metrics, expected_metrics in zip(stages[0]["metrics"], expected["metrics"], strict=True):
+        assert 0 < expected_metrics["routing_differs"] == pytest.approx(metrics["routing_differs"])
+        assert expected_metrics["expert_load_max"] == pytest.approx(metrics["expert_load_max"])

@@ -305,9 +305,9 @@ def test_one_rank_resumes_a_checkpoint_of_two(tmp_path: Path, offload: Any) -> N
     rank.train(StepCommand(2, queue.meta))
 
     resumed = policy_of(spec, seed=1)
-    other = rank_of(spec, resumed, queue, root=tmp_path / "checkpoints")
-    assert other.restore() == 1
-    other.train(StepCommand(2, queue.meta))
+    resumed_rank = rank_of(spec, resumed, queue, root=tmp_path / "checkpoints")
+    assert resumed_rank.restore() == 1
+    resumed_rank.train(StepCommand(2, queue.meta))
     for name, value in alone.named_parameters():
         parameter = dict(resumed.named_parameters())[name]
         torch.testing.assert_close(parameter, value, rtol=0, atol=1e-5)

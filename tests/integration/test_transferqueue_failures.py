@@ -71,13 +71,13 @@ async def test_a_dead_service_is_an_error_and_not_a_hang(monkeypatch: pytest.Mon
 async def test_a_waiting_consumer_does_not_block_others(address: str) -> None:
     async with (
         TransferQueueClient.connect(address) as patient,
-        TransferQueueClient.connect(address) as other,
+        TransferQueueClient.connect(address) as second_client,
         DataClient.connect(address) as data,
         asyncio.TaskGroup() as tasks,
     ):
         waiting = tasks.create_task(patient.acquire(request(2, wait_s=20.0)))
         await put(data, "a")
-        await other.stats()
+        await second_client.stats()
         assert not waiting.done()
         await put(data, "b")
         batch = await waiting
@@ -88,12 +88,12 @@ async def test_leases_of_a_dead_consumer_are_delivered_again(address: str) -> No
     async with DataClient.connect(address) as data:
         await put(data, "a", "b")
         async with TransferQueueClient.connect(address) as dead:
-            lost = await dead.acquire(request(2, lease_s=0.1))
+            lease = await dead.acquire(request(2, lease_s=0.1))
         async with TransferQueueClient.connect(address) as next_one:
             again = await next_one.acquire(request(2, wait_s=10.0))
-            assert again.keys == lost.keys
+            assert again.keys == lease.keys
             with pytest.raises(FailedPreconditionError, match="expired"):
-                await next_one.ack(lost)
+                await next_one.ack(lease)
             await next_one.ack(again)
 
 
@@ -265,8 +265,8 @@ async def test_cancelled_puts_and_gets_leave_nothing_behind(
             assert torch.equal(fetched["tokens"].values, values.reshape(-1))
             del fetched
             await metadata.release(TRAIN, [*keys, f"x{number}", f"y{number}"])
-        left = await metadata.get_batch(TRAIN)
-        await metadata.release(TRAIN, left.keys)
+        remaining_meta = await metadata.get_batch(TRAIN)
+        await metadata.release(TRAIN, remaining_meta.keys)
         async with asyncio.timeout(30):
             while (await metadata.stats()).shards[0].stored_bytes:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -74,8 +74,8 @@ async def stored_bytes(metadata: TransferQueueClient) -> int:
 
 async def test_groups_are_spread_over_shards_and_read_in_order(tmp_path: Path) -> None:
     async with service(settings(tmp_path)) as (address, metadata, data):
-        other = settings(tmp_path, index_address=address, shard_id="shard-1")
-        async with transferqueue(other):
+        second_settings = settings(tmp_path, index_address=address, shard_id="shard-1")
+        async with transferqueue(second_settings):
             await until_shards(data, 2)
             keys = [f"g{n}.{m}" for n in range(16) for m in range(2)]
             values = tokens(*[n for n in range(16) for _ in range(2)])
@@ -100,27 +100,27 @@ async def test_a_dead_shard_is_noticed_and_its_unacknowledged_keys_are_reported(
     tmp_path: Path,
 ) -> None:
     async with service(settings(tmp_path)) as (address, metadata, data):
-        other = settings(tmp_path, index_address=address, shard_id="shard-1")
+        second_settings = settings(tmp_path, index_address=address, shard_id="shard-1")
         keys = [f"g{n}.0" for n in range(16)]
-        async with transferqueue(other):
+        async with transferqueue(second_settings):
             await until_shards(data, 2)
             meta = await data.put(TRAIN, keys, {"tokens": tokens(*range(16))})
             column = meta.column("tokens")
-            lost = {
+            lost_keys = {
                 key
                 for key, index in zip(keys, column.blob_indexes, strict=True)
                 if meta.blobs[index].shard_id == "shard-1"
             }
         loss = await anext(metadata.watch_lost_samples(TRAIN))
-        assert set(loss.keys) == lost
+        assert set(loss.keys) == lost_keys
         assert loss.shard_id == "shard-1"
         await until_shards(data, 1)
         with pytest.raises(NotFoundError, match="shard-1"):
             await data.get(meta, ["tokens"])
         rest = await metadata.get_batch(TRAIN)
-        assert set(rest.keys) == set(keys) - lost
+        assert set(rest.keys) == set(keys) - lost_keys
         await data.get(rest, ["tokens"])
-        await data.put(TRAIN, sorted(lost), {"tokens": tokens(*range(len(lost)))})
+        await data.put(TRAIN, sorted(lost_keys), {"tokens": tokens(*range(len(lost_keys)))})
 
 
 async def test_an_encrypted_socket_serves_admitted_clients_only(tmp_path: Path) -> None:

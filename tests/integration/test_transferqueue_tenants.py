@@ -182,7 +182,7 @@ async def test_a_run_cannot_end_the_holds_of_another(tmp_path: Path) -> None:
             codec.Read((blob.blob_id, 0, blob.size_bytes), in_arena=False), timeout_s=5
         )
         assert isinstance(answer, codec.Data)
-        other = await intruder.data._links.to(blob.shard_id)
+        own_link = await intruder.data._links.to(blob.shard_id)
         for pin_id in range(1, 100):
-            other.connection.send_request(codec.Unpin(pin_id))
+            own_link.connection.send_request(codec.Unpin(pin_id))
         assert (await owner.data.get(meta, ["tokens"]))["tokens"].values[:8].tolist() == [1] * 8

@@ -81,7 +81,7 @@ class Gallery:
 
 
 class One:
-    async def score(self, given: RewardInput) -> Score:
+    async def score(self, reward_input: RewardInput) -> Score:
         return Score(1.0)
 
 
@@ -260,11 +260,11 @@ async def test_an_interrupted_episode_continues_on_another_replica_as_if_it_had_
                 progress = dict(cached(group.progress({})))
     whole, nothing, resumed = samples
     assert not nothing
-    for sample, other in zip(whole, resumed, strict=True):
-        assert token_ids(sample.turns) == token_ids(other.turns)
-        assert sample.prompt_inputs == other.prompt_inputs
-        assert sample.turn_inputs == other.turn_inputs
-        assert sample.pictures == other.pictures
+    for sample, resumed_sample in zip(whole, resumed, strict=True):
+        assert token_ids(sample.turns) == token_ids(resumed_sample.turns)
+        assert sample.prompt_inputs == resumed_sample.prompt_inputs
+        assert sample.turn_inputs == resumed_sample.turn_inputs
+        assert sample.pictures == resumed_sample.pictures
     requests = len(engines[1].requests) + len(engines[2].requests)
     assert requests <= len(engines[0].requests) + MEMBERS, "recorded replies are not sampled again"
 

@@ -56,14 +56,14 @@ async def test_another_controller_takes_over_from_a_killed_leader(plumbing, tmp_
         url = stack.enter_context(postgres_cluster())
         if url is None:
             pytest.skip("PostgreSQL is not installed")
-        ready = tmp_path / "queue.ready"
+        ready_file = tmp_path / "queue.ready"
         module, log = "services.transferqueue", tmp_path / "queue.log"
         snapshots = tmp_path / "snapshots"
         queue = stack.enter_context(
-            service(module, log, ready_file=ready, snapshot_folder=snapshots)
+            service(module, log, ready_file=ready_file, snapshot_folder=snapshots)
         )
         shared = {
-            "transferqueue_address": announced(ready, queue)["address"],
+            "transferqueue_address": announced(ready_file, queue)["address"],
             "state_directory": tmp_path / "state",
             "admin_token_file": tmp_path / "token",
             "leave_runs": "true",
@@ -76,12 +76,12 @@ async def test_another_controller_takes_over_from_a_killed_leader(plumbing, tmp_
         shared["admin_token_file"].write_text(TOKEN)
         controllers = {}
         for name in ("one", "two"):
-            log, ready = tmp_path / f"{name}.log", tmp_path / f"{name}.ready"
+            log, ready_file = tmp_path / f"{name}.log", tmp_path / f"{name}.ready"
             controllers[name] = stack.enter_context(
-                service("services.controller", log, holder=name, ready_file=ready, **shared)
+                service("services.controller", log, holder=name, ready_file=ready_file, **shared)
             )
             if name == "one":
-                announced(ready, controllers[name])
+                announced(ready_file, controllers[name])
         address = f"http://{shared['rest_bind']}"
         async with AsyncClient(address, token=TOKEN, retry_s=60) as client:
             spec = load_spec(plumbing, ["trainer.steps=60"]).model_dump(mode="json")
@@ -102,13 +102,13 @@ def test_a_controller_whose_database_freezes_ends(tmp_path):
         url = stack.enter_context(postgres_cluster())
         if url is None:
             pytest.skip("PostgreSQL is not installed")
-        ready, token = tmp_path / "ready", tmp_path / "token"
+        ready_file, token = tmp_path / "ready", tmp_path / "token"
         token.write_text(TOKEN)
         controller = stack.enter_context(
             service(
                 "services.controller",
                 tmp_path / "log",
-                ready_file=ready,
+                ready_file=ready_file,
                 state_directory=tmp_path,
                 admin_token_file=token,
                 transferqueue_address="127.0.0.1:1",
@@ -118,7 +118,7 @@ def test_a_controller_whose_database_freezes_ends(tmp_path):
                 rest_bind="127.0.0.1:0",
             )
         )
-        health = f"{announced(ready, controller)['rest']}/healthz"
+        health = f"{announced(ready_file, controller)['rest']}/healthz"
         folder = Path(url.rpartition("=")[2])
         leader = psutil.Process(int((folder / "data" / "postmaster.pid").read_text().split()[0]))
         frozen = [leader, *leader.children()]

@@ -42,7 +42,7 @@ async def test_each_receiver_loads_when_it_can(store):
     slow, fast = cluster.receivers
     first, _first_digest = await cluster.write(0)
     change(cluster, 1)
-    second, second_digest = await cluster.write(1, kept=[first["stored"]])
+    second, second_digest = await cluster.write(1, kept_names=[first["stored"]])
     await cluster.load(fast, second, second_digest)
     live = cluster.sinks[0].live["embed"].clone()
     await slow.prepare(1, 0, cluster.plan_hash)
@@ -87,7 +87,7 @@ async def test_a_version_whose_writing_was_interrupted_anywhere_is_never_served(
         served = [{name: t.clone() for name, t in sink.live.items()} for sink in cluster.sinks]
         store.dies_at = store.num_operations + 1 + num_interrupted
         try:
-            order, digest = await cluster.write(version, kept=[order["stored"]])
+            order, digest = await cluster.write(version, kept_names=[order["stored"]])
         except ServiceError as error:
             assert "the store is gone" in str(error)
         else:
