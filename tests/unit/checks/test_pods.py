@@ -47,7 +47,11 @@ def gpus(pod: Pod) -> int:
 def ranks(pod: Pod) -> int:
     """Returns the number of processes that the first container starts."""
     command = pod["spec"]["containers"][0].get("command", [])
-    counts = [part.partition("=")[2] for part in command if part.startswith("--nproc-per-node=")]
+    counts = [
+        argument.partition("=")[2]
+        for argument in command
+        if argument.startswith("--nproc-per-node=")
+    ]
     return int(counts[0]) if counts else 1
 
 
@@ -79,7 +83,7 @@ def layouts(draw: st.DrawFn) -> dict[str, Any]:
 def options(pod: Pod) -> dict[str, str]:
     """Returns the options of ``torchrun`` in the command of a pod's first container."""
     command = pod["spec"]["containers"][0].get("command", [])
-    pairs = (part[2:].partition("=") for part in command if part.startswith("--"))
+    pairs = (argument[2:].partition("=") for argument in command if argument.startswith("--"))
     return {name: value for name, _, value in pairs}
 
 

@@ -46,14 +46,14 @@ def begin(port: int) -> tuple[subprocess.Popen, Path]:
 
 
 def test_leftovers_of_killed_commands_are_removed_and_those_of_running_ones_stay():
-    (killed, left), (living, living_folder) = begin(1), begin(2)
+    (killed, killed_folder), (living, living_folder) = begin(1), begin(2)
     try:
         killed.kill()
         killed.wait()
-        assert left.is_dir()
+        assert killed_folder.is_dir()
         assert find_token("http://127.0.0.1:1") == "secret"
         with process_folder() as process_directory, known_token("http://127.0.0.1:3", "own"):
-            assert not left.exists()
+            assert not killed_folder.exists()
             assert find_token("http://127.0.0.1:1") == ""
             assert living_folder.is_dir()
             assert process_directory.is_dir()
@@ -69,13 +69,15 @@ def test_leftovers_of_killed_commands_are_removed_and_those_of_running_ones_stay
 def test_files_that_may_be_in_use_stay(tmp_path, owner):
     folder = tmp_path / "TMPDIR" / "slipstream-foreign"
     folder.mkdir()
-    gone = {**process_identity(), "start_time": 0.0}
+    ended_process = {**process_identity(), "start_time": 0.0}
     if owner != "nobody":
-        text = json.dumps({**gone, "host": "elsewhere"}) if owner == "elsewhere" else "pid 17"
+        text = (
+            json.dumps({**ended_process, "host": "elsewhere"}) if owner == "elsewhere" else "pid 17"
+        )
         (folder / "owner").write_text(text)
     with process_folder():
         assert folder.is_dir()
-    (folder / "owner").write_text(json.dumps(gone))
+    (folder / "owner").write_text(json.dumps(ended_process))
     link = folder.with_name("slipstream-link")
     link.symlink_to(tmp_path)
     with process_folder():

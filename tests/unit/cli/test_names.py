@@ -36,10 +36,11 @@ async def test_a_name_is_the_newest_of_it_and_a_prefix_is_enough(text, number):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("run_0198aa", "2 runs"), ("sart", "Did you mean 'sort'"), ("run_9", "list")]
+    ("text", "message"),
+    [("run_0198aa", "2 runs"), ("sart", "Did you mean 'sort'"), ("run_9", "list")],
 )
-async def test_unknown_and_ambiguous_run_names_are_rejected(text, said):
-    with pytest.raises(ApiError, match=said):
+async def test_unknown_and_ambiguous_run_names_are_rejected(text, message):
+    with pytest.raises(ApiError, match=message):
         await find_run(Controller(), text)
 
 

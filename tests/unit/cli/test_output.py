@@ -29,10 +29,10 @@ def test_a_writer_does_not_wait_for_a_reader(pipe):
     with tolerate_broken_pipe(console):
         console.file.write(MORE_THAN_A_PIPE_HOLDS + "\n")
         console.print("the end")
-        got = os.read(reader.fileno(), 1)  # the reader starts only after the writer has returned
-        while not got.endswith(b"the end\n"):
-            got += os.read(reader.fileno(), 1 << 16)
-    assert got.decode() == MORE_THAN_A_PIPE_HOLDS + "\nthe end\n"
+        output = os.read(reader.fileno(), 1)  # the reader starts only after the writer has returned
+        while not output.endswith(b"the end\n"):
+            output += os.read(reader.fileno(), 1 << 16)
+    assert output.decode() == MORE_THAN_A_PIPE_HOLDS + "\nthe end\n"
     assert console.file is writer
 
 

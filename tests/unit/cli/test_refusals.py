@@ -12,14 +12,14 @@ from services.extras.export.command import _upload
 
 
 @pytest.mark.parametrize(
-    ("pointer", "message", "said"),
+    ("pointer", "message", "line"),
     [
         ("/query/label/0", "String should match", "query.label.0: String should match"),
         ("/trainer/steps", "trainer.steps: too few", "trainer.steps: too few"),
         ("", "the whole is wrong", "the whole is wrong"),
     ],
 )
-async def test_a_rejection_lists_each_problem(pointer, message, said):
+async def test_a_rejection_lists_each_problem(pointer, message, line):
     problem = {"detail": "no", "errors": [{"pointer": pointer, "message": message}]}
 
     async def refuse(scope, receive, send):
@@ -31,7 +31,7 @@ async def test_a_rejection_lists_each_problem(pointer, message, said):
     async with serve_http("127.0.0.1:0", refuse) as port, Api(f"http://127.0.0.1:{port}") as api:
         with pytest.raises(ApiError) as refused:
             await api.call(GetVersion())
-    assert str(refused.value) == f"no\n{said}"
+    assert str(refused.value) == f"no\n{line}"
 
 
 @pytest.mark.parametrize(

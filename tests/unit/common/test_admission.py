@@ -23,8 +23,8 @@ LIMIT = 100_000
 class Echo(asyncio.Protocol):
     """Echo server that records the received bytes by peer address."""
 
-    def __init__(self, seen: dict[str, int]) -> None:
-        self.seen = seen
+    def __init__(self, counts: dict[str, int]) -> None:
+        self.seen = counts
 
     def connection_made(self, transport):
         self.transport = transport
@@ -37,7 +37,7 @@ class Echo(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def proxied(seen: dict[str, int], **limits):
+async def proxied(counts: dict[str, int], **limits):
     """Yields a proxy in front of an echo server, and the proxy's port."""
     listener = socket.socket(socket.AF_UNIX)
 
@@ -47,7 +47,7 @@ async def proxied(seen: dict[str, int], **limits):
 
     with private_socket(listen_at) as target:
         loop = asyncio.get_running_loop()
-        async with await loop.create_unix_server(lambda: Echo(seen), sock=listener):
+        async with await loop.create_unix_server(lambda: Echo(counts), sock=listener):
             proxy = AdmissionProxy(LIMIT, **limits)
             async with proxy.serve("127.0.0.1:0", target) as port:
                 yield proxy, port
@@ -55,17 +55,17 @@ async def proxied(seen: dict[str, int], **limits):
 
 async def test_no_more_is_read_until_the_peer_is_admitted():
     bytes_by_peer: dict[str, int] = {}
-    sent = bytes(range(250)) * 4000
+    content = bytes(range(250)) * 4000
     async with asyncio.timeout(20), proxied(bytes_by_peer) as (proxy, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(sent)
+        writer.write(content)
         received = await reader.readexactly(LIMIT)
         assert [*bytes_by_peer.values()] == [LIMIT]
         proxy.admit(next(iter(bytes_by_peer)))
-        received += await reader.readexactly(len(sent) - LIMIT)
-        assert received == sent
-        writer.write(sent)
-        assert await reader.readexactly(len(sent)) == sent
+        received += await reader.readexactly(len(content) - LIMIT)
+        assert received == content
+        writer.write(content)
+        assert await reader.readexactly(len(content)) == content
         writer.close()
 
 

@@ -21,9 +21,9 @@ def test_the_rollouts_fill_the_gpus_of_the_trainer(ranks, engine_gpus, replicas)
     assert spec.colocated_rollouts == replicas
 
 
-@pytest.mark.parametrize(("given", "replicas"), [({}, 5), ({"replicas": 7}, 7)])
-def test_of_a_mixed_run_as_many_rollouts_take_turns_as_the_trainers_gpus_hold(given, replicas):
-    parts = {"trainer": {"world_size": 4}, "rollout": given, "algorithm": {"max_staleness": 4}}
+@pytest.mark.parametrize(("rollout", "replicas"), [({}, 5), ({"replicas": 7}, 7)])
+def test_of_a_mixed_run_as_many_rollouts_take_turns_as_the_trainers_gpus_hold(rollout, replicas):
+    parts = {"trainer": {"world_size": 4}, "rollout": rollout, "algorithm": {"max_staleness": 4}}
     spec = parse_spec(colocated(**parts, topology={"placement": "mixed"}))
     assert (spec.rollout.replicas, spec.colocated_rollouts) == (replicas, 4)
     assert [spec.is_colocated(name) for name in ("trainer-0", "rollout-3", "rollout-4")] == [

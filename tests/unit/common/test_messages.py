@@ -77,7 +77,7 @@ _VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("value", "kind"), _VALUES, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(("value", "kind"), _VALUES, ids=lambda value: type(value).__name__)
 def test_values_round_trip_through_messages(value, kind):
     parsed = kind.FromString(to_message(value, kind).SerializeToString())
     assert from_message(parsed, type(value)) == value

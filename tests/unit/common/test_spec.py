@@ -24,8 +24,8 @@ from tests.helpers.specs import SMALLEST, changed
 
 @pytest.mark.parametrize("value", [None, True, 2, 0.5, "auto", "a: b", {"rank": 4}])
 def test_a_value_in_a_message_can_be_copied_into_a_specification(value: object) -> None:
-    part = LoraSpec.model_validate(value) if isinstance(value, dict) else value
-    assert yaml.safe_load(in_yaml(part)) == value
+    setting = LoraSpec.model_validate(value) if isinstance(value, dict) else value
+    assert yaml.safe_load(in_yaml(setting)) == value
 
 
 @pytest.mark.parametrize(
@@ -710,8 +710,8 @@ def test_epochs_end_with_a_batch_that_is_filled_up(epochs, rows, steps):
 
 
 def test_one_set_and_several_sets_have_keys_of_their_own():
-    part = {"source": "jsonl", "path": "a.jsonl", "rewards": [{"name": "exact_match"}]}
-    spec = parse_spec(changed(data={"train": {"a": part, "b": {**part, "rewards": None}}}))
+    dataset = {"source": "jsonl", "path": "a.jsonl", "rewards": [{"name": "exact_match"}]}
+    spec = parse_spec(changed(data={"train": {"a": dataset, "b": {**dataset, "rewards": None}}}))
     assert list(spec.data.sets) == ["train.a", "train.b"]
     assert list(spec.rewards) == ["rollout.rewards", "data.train.a.rewards"]
     assert list(parse_spec(SMALLEST).data.sets) == ["train"]
@@ -719,8 +719,8 @@ def test_one_set_and_several_sets_have_keys_of_their_own():
 
 
 def test_paths_of_every_set_are_relative_to_the_file(tmp_path):
-    part = {"source": "jsonl", "path": "a.jsonl", "rewards": [{"name": "r.py:f"}]}
-    document = changed(data={"train": {"a": part}, "heldout": {"b": part}})
+    dataset = {"source": "jsonl", "path": "a.jsonl", "rewards": [{"name": "r.py:f"}]}
+    document = changed(data={"train": {"a": dataset}, "heldout": {"b": dataset}})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
     spec = load_spec(tmp_path / "run.yaml")
     for split in spec.data.sets.values():

@@ -237,14 +237,14 @@ def noted(**parts: Any) -> tuple[RunSpec, str]:
     return draft.examined.spec, "\n".join(draft.notes)
 
 
-@pytest.mark.parametrize("part", ["trainer", "topology"])
-def test_node_ratios_split_nodes(part: str) -> None:
+@pytest.mark.parametrize("section", ["trainer", "topology"])
+def test_node_ratios_split_nodes(section: str) -> None:
     split = {
         "sperated_node_tasks": [["logp", "actor-train"], "ref_logp", "generate"],
         "sperated_node_ratios": [0.5, 0.25, 0.25],
     }
-    sizes = {"trainer": {"nnodes": 3, "n_gpus_per_node": 8}, "topology": {"gpus": 24}}[part]
-    spec, notes = noted(**{part: split | sizes}, algorithm={"kl": {"coefficient": 0.1}})
+    sizes = {"trainer": {"nnodes": 3, "n_gpus_per_node": 8}, "topology": {"gpus": 24}}[section]
+    spec, notes = noted(**{section: split | sizes}, algorithm={"kl": {"coefficient": 0.1}})
     assert [group.gpus for group in spec.topology.place().groups] == [8, 8, 8]
     assert not [*pod_problems(spec)]
     assert "topology.granularity" in notes

@@ -131,24 +131,26 @@ def plain_advantages(batch: Batch, name: str, *, kl: float, gamma: float, decay:
 
 
 def plain_group_advantage(
-    batch: Batch, name: str, score: float, members: list[int], own: list[float], i: int
+    batch: Batch, name: str, score: float, members: list[int], group_scores: list[float], i: int
 ) -> float:
-    if len(own) == 1:
+    if len(group_scores) == 1:
         return score if name in ("opo", "reinforce_pp_baseline") else 0.0
-    deviation = 0.0 if max(own) == min(own) else math.sqrt(variance(own))
-    centred = 0.0 if max(own) == min(own) else score - mean(own)
+    deviation = 0.0 if max(group_scores) == min(group_scores) else math.sqrt(variance(group_scores))
+    centred = 0.0 if max(group_scores) == min(group_scores) else score - mean(group_scores)
     if name == "grpo":
         return centred / (deviation + 1e-6)
     if name == "rloo":
-        return centred * len(own) / (len(own) - 1)
+        return centred * len(group_scores) / (len(group_scores) - 1)
     if name == "maxrl":
-        return centred / mean(own) if mean(own) > 0 else 0.0
+        return centred / mean(group_scores) if mean(group_scores) > 0 else 0.0
     if name == "opo":
         lengths = [sum(batch.sampled[j]) for j in members]
-        return score - sum(n * r for n, r in zip(lengths, own, strict=True)) / max(1, sum(lengths))
+        return score - sum(n * r for n, r in zip(lengths, group_scores, strict=True)) / max(
+            1, sum(lengths)
+        )
     if name == "pass_at_k":
-        best, second = sorted(own, reverse=True)[:2]
-        is_winner = i == members[own.index(best)]
+        best, second = sorted(group_scores, reverse=True)[:2]
+        is_winner = i == members[group_scores.index(best)]
         return (best - second) / (deviation + 1e-6) if is_winner else 0.0
     return centred
 
@@ -227,10 +229,10 @@ def plain_objective(
 
 
 def plain_geometric_mean(
-    spec: AlgorithmSpec, logprobs: Any, old: Any, advantages: list[float], kept: list[int]
+    spec: AlgorithmSpec, logprobs: Any, old: Any, advantages: list[float], trained: list[int]
 ) -> Tensor:
     terms = []
-    for t in kept:
+    for t in trained:
         term = torch.clamp(logprobs[t] - old[t], -20.0, 20.0)
         if advantages[t] > 0:
             term = torch.clamp(term, max=spec.clip_high)
@@ -241,12 +243,12 @@ def plain_geometric_mean(
 
 
 def plain_kernel(
-    spec: AlgorithmSpec, logprobs: Any, rollout: Any, advantage: float, kept: list[int]
+    spec: AlgorithmSpec, logprobs: Any, rollout: Any, advantage: float, trained: list[int]
 ) -> float:
     arguments_of_loss = spec.arguments_of_loss
     sign = "negative" if advantage < 0 else "positive"
     k, decay = arguments_of_loss[f"k_{sign}"], arguments_of_loss[f"lambda_{sign}"]
-    log_weight = sum(max(-20.0, min(20.0, logprobs[t].item() - rollout[t])) for t in kept)
+    log_weight = sum(max(-20.0, min(20.0, logprobs[t].item() - rollout[t])) for t in trained)
     weight = math.exp(max(-20.0, min(20.0, log_weight)))
     return float(weight**k * math.exp(decay * (1.0 - weight)))
 
@@ -290,13 +292,13 @@ def plain_token_loss(
 
 
 def plain_weight(
-    batch: Batch, spec: AlgorithmSpec, correction: str, i: int, t: int, kept: list[int], row: Any
+    batch: Batch, spec: AlgorithmSpec, correction: str, i: int, t: int, trained: list[int], row: Any
 ) -> float:
     def log_ratio(k: int) -> float:
         above = row[k].item() if correction == "bypass" else batch.proximal[i][k]
         return above - batch.rollout[i][k]
 
-    chosen = kept if spec.correction_level == "sequence" else [t]
+    chosen = trained if spec.correction_level == "sequence" else [t]
     ratio = math.exp(max(-20.0, min(20.0, sum(log_ratio(k) for k in chosen))))
     if spec.correction_cap_mode == "mask":
         return ratio if spec.correction_floor <= ratio <= spec.correction_cap else 0.0
@@ -304,17 +306,17 @@ def plain_weight(
 
 
 def plain_accepts(
-    batch: Batch, spec: AlgorithmSpec, i: int, t: int, kept: list[int], a: float
+    batch: Batch, spec: AlgorithmSpec, i: int, t: int, trained: list[int], a: float
 ) -> bool:
     for rule in spec.rejection:
         terms = {}
-        for k in kept:
+        for k in trained:
             x = max(-20.0, min(20.0, batch.proximal[i][k] - batch.rollout[i][k]))
             terms[k] = {"k1": x, "k2": 0.5 * x * x, "k3": math.exp(x) - 1.0 - x}[rule.statistic]
         ratio = {
             "token": terms[t],
             "seq_sum": sum(terms.values()),
-            "seq_mean": sum(terms.values()) / len(kept),
+            "seq_mean": sum(terms.values()) / len(trained),
             "seq_max": max(terms.values()),
         }[rule.level]
         if rule.statistic == "k1":

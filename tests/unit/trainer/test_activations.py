@@ -60,17 +60,17 @@ def trained(module: Policy) -> tuple[list[Tensor], dict[str, Tensor], int]:
     scores, most = [], 0
     weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
     for packed in packs():
-        held: dict[int, int] = {}
+        bytes_by_address: dict[int, int] = {}
 
-        def note(tensor: Tensor, held: dict[int, int] = held) -> Tensor:
+        def note(tensor: Tensor, bytes_by_address: dict[int, int] = bytes_by_address) -> Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in weights:
-                held[storage.data_ptr()] = storage.nbytes()
+                bytes_by_address[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         with saved_tensors_hooks(note, lambda tensor: tensor):
             logprobs, entropy = module(packed)
-        most = max(most, sum(held.values()))
+        most = max(most, sum(bytes_by_address.values()))
         (logprobs * torch.linspace(-1.0, 1.0, len(logprobs)) + entropy).sum().backward()
         scores += [logprobs.detach(), entropy.detach()]
     named = module.named_parameters()

@@ -97,9 +97,9 @@ def test_a_loss_that_does_not_take_its_arguments_is_refused_before_a_step(tmp_pa
     spec = spec_of(algorithm={"loss": f"{file}:clipped", "loss_arguments": {"lower": 0.2}})
     with pytest.raises(ValueError, match=r"algorithm\.loss.*lower.*algorithm\.loss_arguments"):
         Objective(spec.algorithm, correction="bypass", horizon=16)
-    gone = spec_of(algorithm={"advantage": "no_such_module:estimate"})
+    missing_function = spec_of(algorithm={"advantage": "no_such_module:estimate"})
     with pytest.raises(ValueError, match=r"algorithm\.advantage.*no_such_module"):
-        CreditAssigner(gone.algorithm, Ranks(), max_response_tokens=16)
+        CreditAssigner(missing_function.algorithm, Ranks(), max_response_tokens=16)
 
 
 def test_a_loss_with_a_wrong_result_is_reported(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_token_rewards_with_the_greedy_score_as_sum_give_remax_exactly_nothing()
         mask=torch.ones(4, dtype=torch.bool),
         trained=torch.ones(4, dtype=torch.bool),
         values=None,
-        sum_over_ranks=lambda part: part,
+        sum_over_ranks=lambda value: value,
     )
     result = estimators.remax(batch, gamma=1.0)
     assert result[0] == 0
@@ -183,14 +183,14 @@ def test_parts_of_a_batch_are_whitened_as_the_whole(offset: float) -> None:
     assert whole[mask].mean().item() == pytest.approx(0.0, abs=1e-6)
     assert whole[mask].var().item() == pytest.approx(1.0, rel=1e-5)
 
-    def sum_over_ranks(part: Tensor) -> Tensor:
+    def sum_over_ranks(value: Tensor) -> Tensor:
         selected = values[mask]
-        if part.ndim:
+        if value.ndim:
             return torch.stack([mask.sum().double(), selected.sum()])
         return (selected - selected.mean()).square().sum()
 
-    part = advantages.whiten(values[:7], mask[:7], sum_over_ranks=sum_over_ranks)
-    torch.testing.assert_close(part, whole[:7])
+    first_half = advantages.whiten(values[:7], mask[:7], sum_over_ranks=sum_over_ranks)
+    torch.testing.assert_close(first_half, whole[:7])
 
 
 def test_gdpo_normalizes_each_term_and_then_the_batch() -> None:
@@ -244,7 +244,7 @@ def test_length_adaptive_gae_decays_by_length_and_leaves_the_targets_alone() -> 
         mask=mask,
         trained=mask,
         values=values,
-        sum_over_ranks=lambda part: part,
+        sum_over_ranks=lambda value: value,
     )
     actual, targets = estimators.gae(batch, gamma=1.0, gae_lambda=1.0, length_adaptive=alpha)
 

@@ -31,7 +31,7 @@ def test_sinks_take_weight_as_in_gpt_oss(window: int | None) -> None:
         layer, query, key, value, None, sliding_window=window, s_aux=layer.sinks, layout=layout
     )
     expected = []
-    for q, k, v in zip(*(part.split(lengths, 2) for part in (query, key, value)), strict=True):
+    for q, k, v in zip(*(states.split(lengths, 2) for states in (query, key, value)), strict=True):
         distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
         visible = (distance >= 0) & (distance < (window or 100))
         mask = torch.zeros_like(distance, dtype=torch.float32).masked_fill(~visible, -torch.inf)
@@ -62,7 +62,7 @@ def _aligned_at_the_end(
         distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
         reach = len(k) if window_size[0] < 0 else window_size[0]
         mask = (distance >= 0) & (distance <= reach)
-        heads = (part.transpose(0, 1)[None] for part in (q, k, v))
+        heads = (states.transpose(0, 1)[None] for states in (q, k, v))
         output = functional.scaled_dot_product_attention(
             *heads, attn_mask=mask, scale=scale, enable_gqa=True
         )
@@ -131,7 +131,7 @@ def test_flash_attention_is_one_operator_of_compiled_layers(
     for lengths in ([5, 9], [7, 12, 3]):
         layout = build_layout(branches(unshared(len(lengths)), lengths), torch.device("cpu"))
         states = [torch.randn(sum(lengths), heads, 12).requires_grad_() for heads in (4, 2)]
-        actual, expected = (each(*states, layout) for each in (compiled, attend))
+        actual, expected = (function(*states, layout) for function in (compiled, attend))
         assert torch.equal(actual, expected)
         factors = torch.randn_like(expected)
         for gradient, plain in zip(

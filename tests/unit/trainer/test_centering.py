@@ -50,11 +50,11 @@ def _probabilities(logits: list[float]) -> list[float]:
     return [power / math.fsum(powers) for power in powers]
 
 
-def _weight(given: dict[str, Any]) -> Callable[[float], float]:
-    if given["correction"] == "none":
+def _weight(settings: dict[str, Any]) -> Callable[[float], float]:
+    if settings["correction"] == "none":
         return lambda ratio: 1.0
-    cap, floor = given["correction_cap"], given.get("correction_floor", 0.0)
-    if given.get("correction_cap_mode") == "mask":
+    cap, floor = settings["correction_cap"], settings.get("correction_floor", 0.0)
+    if settings.get("correction_cap_mode") == "mask":
         return lambda ratio: ratio if floor <= ratio <= cap else 0.0
     return lambda ratio: min(ratio, cap)
 
@@ -93,27 +93,27 @@ def _term(policy: Tensor, sampler: Tensor, count: int, centering: ScoreCentering
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, SIZE, 2 * SIZE])
-@pytest.mark.parametrize("given", CORRECTIONS, ids=["alone", "truncated", "masked"])
+@pytest.mark.parametrize("settings", CORRECTIONS, ids=["alone", "truncated", "masked"])
 def test_the_gradient_of_the_term_is_the_samplers_expectation_of_the_score(
-    count: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    count: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "_CHUNK_BYTES", SIZE * 4 * 4)  # one token at a time
-    centering = score_centering(_spec(count, **given))
+    centering = score_centering(_spec(count, **settings))
     assert centering is not None
     policy = torch.tensor(POLICY).requires_grad_()
     term = _term(policy, torch.tensor(SAMPLER), count, centering)
     (gradient,) = torch.autograd.grad(term.sum(), policy)
     for row in range(2):
-        expected = _expected_score(POLICY[row], SAMPLER[row], count, _weight(given))
+        expected = _expected_score(POLICY[row], SAMPLER[row], count, _weight(settings))
         assert gradient[row].tolist() == pytest.approx(expected, abs=2e-6)
 
 
 @pytest.mark.parametrize("count", [1, 3, SIZE])
-@pytest.mark.parametrize("given", CORRECTIONS, ids=["alone", "truncated", "masked"])
+@pytest.mark.parametrize("settings", CORRECTIONS, ids=["alone", "truncated", "masked"])
 def test_a_sampler_that_is_the_policy_has_no_expected_score(
-    count: int, given: dict[str, Any]
+    count: int, settings: dict[str, Any]
 ) -> None:
-    centering = score_centering(_spec(count, **given))
+    centering = score_centering(_spec(count, **settings))
     assert centering is not None
     policy = torch.tensor(POLICY).requires_grad_()
     term = _term(policy, policy.detach(), count, centering)
@@ -204,12 +204,12 @@ def _gradient(spec: RunSpec, row: int, advantages: list[float]) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("count", [2, SIZE])
-@pytest.mark.parametrize("given", CORRECTIONS, ids=["alone", "truncated", "masked"])
+@pytest.mark.parametrize("settings", CORRECTIONS, ids=["alone", "truncated", "masked"])
 def test_the_loss_of_each_token_is_the_centered_policy_gradient(
-    count: int, given: dict[str, Any]
+    count: int, settings: dict[str, Any]
 ) -> None:
-    spec = _spec(count, aggregation="token-sum", **given)
-    weight = _weight(given)
+    spec = _spec(count, aggregation="token-sum", **settings)
+    weight = _weight(settings)
     for row, advantage in enumerate(ADVANTAGES):
         gradient, _ = _gradient(spec, row, [advantage] * SIZE)
         p, q = _probabilities(POLICY[row]), _probabilities(SAMPLER[row])
@@ -226,11 +226,13 @@ def test_the_loss_of_each_token_is_the_centered_policy_gradient(
             assert gradient[token].tolist() == pytest.approx(expected, abs=5e-6)
 
 
-@pytest.mark.parametrize("given", CORRECTIONS, ids=["alone", "truncated", "masked"])
-def test_an_equal_advantage_of_all_tokens_does_not_move_the_policy(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", CORRECTIONS, ids=["alone", "truncated", "masked"])
+def test_an_equal_advantage_of_all_tokens_does_not_move_the_policy(
+    settings: dict[str, Any],
+) -> None:
     """The drift that the method removes: without it, the policy moves towards the sampler."""
     q = torch.tensor(_probabilities(SAMPLER[0]))
-    centered, tally = _gradient(_spec(SIZE, aggregation="token-sum", **given), 0, [1.0] * SIZE)
+    centered, tally = _gradient(_spec(SIZE, aggregation="token-sum", **settings), 0, [1.0] * SIZE)
     assert (q[:, None] * centered).sum(0).abs().max() < 2e-6
     assert tally.reduce(Ranks())["sampler_topk_mass"] == pytest.approx(1.0)
     plain = spec_with(
@@ -239,7 +241,7 @@ def test_an_equal_advantage_of_all_tokens_does_not_move_the_policy(given: dict[s
             "aggregation": "token-sum",
             "max_staleness": 0,
             "correction_cap": 1.3,
-            "correction": given["correction"],
+            "correction": settings["correction"],
         }
     )
     drifting, _ = _gradient(plain, 0, [1.0] * SIZE)

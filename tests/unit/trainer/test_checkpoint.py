@@ -109,24 +109,24 @@ def test_a_running_checkpoint_reports_written_bytes(
 ) -> None:
     _, rank, queue = _trained(tmp_path)
     rank.train(StepCommand(1, queue.meta))
-    snapshot, seen, write_file = rank.snapshot(1), [], checkpoint._write
+    snapshot, reports, write_file = rank.snapshot(1), [], checkpoint._write
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 100_000)
     monkeypatch.setattr(checkpoint, "THREADS", 1)
 
     def write(*arguments) -> None:
-        seen.append(rank.checkpointer.progress())
+        reports.append(rank.checkpointer.progress())
         write_file(*arguments)
-        seen.append(rank.checkpointer.progress())
+        reports.append(rank.checkpointer.progress())
 
     monkeypatch.setattr(checkpoint, "_write", write)
     assert rank.checkpointer.progress() == (0, 0)
     rank.checkpointer.write(snapshot)
-    written = [progress[0] for progress in seen]
+    written = [progress[0] for progress in reports]
     assert written == sorted(written)
     assert len(set(written)) > 2
     assert written[0] == 0
     assert written[-1] == snapshot.num_bytes
-    assert {progress[1] for progress in seen} == {snapshot.num_bytes}
+    assert {progress[1] for progress in reports} == {snapshot.num_bytes}
     assert rank.checkpointer.progress() == (0, 0)
 
 
@@ -167,9 +167,9 @@ def test_what_a_killed_trainer_left_goes_with_the_next_checkpoint(
     def die(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    for step, place in ((1, (manifest, "publish")), (2, (manifest.shutil, "rmtree"))):
+    for step, target in ((1, (manifest, "publish")), (2, (manifest.shutil, "rmtree"))):
         with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
-            killed.setattr(*place, die)
+            killed.setattr(*target, die)
             rank.checkpointer.write(rank.snapshot(step))
     rank.checkpointer.write(rank.snapshot(3))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003"]

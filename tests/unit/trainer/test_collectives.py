@@ -94,9 +94,9 @@ def test_deviations_are_exact_for_large_and_nearly_equal_values(
     whole, parts, ranks = MetricTotals(), MetricTotals(), [MetricTotals(), MetricTotals()]
     whole.mean("reward_mean", values, mask)
     for begin in range(0, 250, 50):
-        part = MetricTotals()
-        part.mean("reward_mean", values[begin : begin + 50], mask[begin : begin + 50])
-        parts.merge(part)
+        rank_totals = MetricTotals()
+        rank_totals.mean("reward_mean", values[begin : begin + 50], mask[begin : begin + 50])
+        parts.merge(rank_totals)
         ranks[begin % 100 // 50].mean(
             "reward_mean", values[begin : begin + 50], mask[begin : begin + 50]
         )

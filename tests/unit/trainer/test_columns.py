@@ -70,12 +70,14 @@ def test_the_recipes_reward_scores_sampled_tokens_under_the_second_model(tmp_pat
         {"role": "assistant", "token_ids": [7]},
     ]
     function = load_callable(f"{file}:second_logprobs")
-    found = function("", "", None, {}, episode={"messages": messages}, path=str(tmp_path / "model"))
+    logprobs = function(
+        "", "", None, {}, episode={"messages": messages}, path=str(tmp_path / "model")
+    )
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
         scores = model(torch.arange(1, 8)[None]).logits[0].log_softmax(-1)
-    expected = [float(scores[place - 1, place + 1]) for place in (3, 4, 6)]
-    assert found == pytest.approx(expected, abs=1e-5)
+    expected = [float(scores[position - 1, position + 1]) for position in (3, 4, 6)]
+    assert logprobs == pytest.approx(expected, abs=1e-5)
 
 
 class Pool:

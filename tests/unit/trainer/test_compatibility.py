@@ -75,14 +75,14 @@ GIVEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("saved", "own", "key"), GIVEN)
+@pytest.mark.parametrize(("saved", "changes", "key"), GIVEN)
 def test_a_checkpoint_of_another_model_is_refused_before_workers_start(
-    tmp_path: Path, saved: dict[str, Any], own: dict[str, Any], key: str
+    tmp_path: Path, saved: dict[str, Any], changes: dict[str, Any], key: str
 ) -> None:
     folder = checkpoint_of(tmp_path / "saved", spec_with(tmp_path, **saved))
-    trainer = {"steps": 4, **own.get("trainer", {}), "checkpoint": {"start_from": str(folder)}}
+    trainer = {"steps": 4, **changes.get("trainer", {}), "checkpoint": {"start_from": str(folder)}}
     try:
-        check(spec_with(tmp_path, **{**own, "trainer": trainer}))
+        check(spec_with(tmp_path, **{**changes, "trainer": trainer}))
         problems = []
     except SpecError as error:
         problems = [problem for problem in error.problems if "start_from" in problem]

@@ -28,13 +28,15 @@ def _probabilities(logits: Sequence[float]) -> list[float]:
     return [power / sum(powers) for power in powers]
 
 
-def _coarse(p: list[float], kept: list[int]) -> list[float]:
+def _coarse(p: list[float], tokens: list[int]) -> list[float]:
     """Returns the probabilities of the kept tokens, and the total probability of all others."""
-    return [p[token] for token in kept] + [sum(p) - sum(p[token] for token in kept)]
+    return [p[token] for token in tokens] + [sum(p) - sum(p[token] for token in tokens)]
 
 
-def _plain(kind: dict[str, Any], own: list[float], teacher: list[float], kept: list[int]) -> float:
-    q, p = (_coarse(_probabilities(logits), kept) for logits in (own, teacher))
+def _plain(
+    kind: dict[str, Any], policy: list[float], teacher: list[float], tokens: list[int]
+) -> float:
+    q, p = (_coarse(_probabilities(logits), tokens) for logits in (policy, teacher))
 
     def kl(a: list[float], b: list[float]) -> float:
         return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True) if x > 1e-15)
@@ -49,28 +51,28 @@ def _plain(kind: dict[str, Any], own: list[float], teacher: list[float], kept: l
 
 
 def _slopes(
-    kind: dict[str, Any], own: list[float], teacher: list[float], kept: list[int]
+    kind: dict[str, Any], policy: list[float], teacher: list[float], tokens: list[int]
 ) -> list[float]:
     """Returns the gradient with respect to the policy's logits, from finite differences in float64."""
     step, result = 1e-5, []
-    for token in range(len(own)):
+    for token in range(len(policy)):
         ends = []
         for sign in (step, -step):
-            moved = list(own)
+            moved = list(policy)
             moved[token] += sign
-            ends.append(_plain(kind, moved, teacher, kept))
+            ends.append(_plain(kind, moved, teacher, tokens))
         result.append((ends[0] - ends[1]) / (2 * step))
     return result
 
 
-def _divergence(kind: dict[str, Any], own: Tensor, teacher: Tensor, head: Any) -> Tensor:
+def _divergence(kind: dict[str, Any], policy: Tensor, teacher: Tensor, head: Any) -> Tensor:
     compute = TokenDivergence(
         arguments=DistillArguments(**kind), temperature=TEMPERATURE, head=head
     )
-    targets = torch.zeros(len(own), dtype=torch.int64)
+    targets = torch.zeros(len(policy), dtype=torch.int64)
     return token_logprobs(
-        own,
-        OutputHead(torch.eye(own.shape[1])),
+        policy,
+        OutputHead(torch.eye(policy.shape[1])),
         targets,
         temperature=TEMPERATURE,
         divergence=compute,

@@ -41,9 +41,9 @@ def test_logprobs_of_packs_equal_those_of_decoding(family: str, shares_prefixes:
     results = decoded(subject.batch(), requests, running=11)
     policy = subject.policy()
     for start in range(0, len(requests), 8):
-        part = requests[start : start + 8]
-        actual, _ = policy(subject.packed(part, results, shares_prefixes=shares_prefixes))
-        assert torch.equal(actual, logprobs(part, results))
+        pack = requests[start : start + 8]
+        actual, _ = policy(subject.packed(pack, results, shares_prefixes=shares_prefixes))
+        assert torch.equal(actual, logprobs(pack, results))
 
 
 def test_logprobs_are_equal_over_several_blocks_of_keys() -> None:

@@ -154,7 +154,7 @@ def test_gradients_add_up_until_a_step_drops_them(name: str) -> None:
     engine, samples = _engine(name), _batch()
     before = _weights(engine)
     loss = _accumulate(engine, samples)
-    assert [len(part.rows) for part, _ in loss.trained] == [6, 10]
+    assert [len(batch.rows) for batch, _ in loss.trained] == [6, 10]
     whole = engine.optimizer_step(0.0)
     for micro in ALL[0]:
         _accumulate(engine, samples, (micro,), unit=loss.unit)

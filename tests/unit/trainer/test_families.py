@@ -170,10 +170,10 @@ def test_merged_adapters_are_the_adapted_model(family: str, extra: dict[str, Any
             parameter.normal_(std=0.2 if is_adapter(name) else 0.1)
     merged = build_model(config, dtype=torch.float32, device="cpu", seed=1)
     with torch.no_grad():
-        sent = dict(merged_parameters(model))
-        assert sent.keys() == stored_tensors(merged).keys()
+        parameters = dict(merged_parameters(model))
+        assert parameters.keys() == stored_tensors(merged).keys()
         for name, value in stored_tensors(merged).items():
-            value.copy_(sent[name])
+            value.copy_(parameters[name])
     packed = pack(
         Jagged.from_list([torch.arange(3, 9), torch.arange(5, 7)]),
         Jagged.from_list([torch.arange(9, 30), torch.arange(40, 50)]),
@@ -234,7 +234,7 @@ def test_adapters_of_modules_that_a_model_lacks_are_refused_with_those_that_it_h
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"model_type": "bloom"}, "'bloom'"),
         (
@@ -281,10 +281,10 @@ def test_adapters_of_modules_that_a_model_lacks_are_refused_with_those_that_it_h
     ],
 )
 def test_what_would_not_be_exact_is_refused_by_its_configuration(
-    config: dict[str, Any], said: str
+    config: dict[str, Any], message: str
 ) -> None:
     (problem,) = check_trainer(config)
-    assert said in problem
+    assert message in problem
 
 
 def test_fused_projections_are_not_divided() -> None:

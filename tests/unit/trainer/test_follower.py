@@ -13,13 +13,15 @@ from services.trainer.ranks.follower import Follower, GatheredRows
 
 def test_a_sender_waits_for_rows_that_rank_0_has_not_gathered_yet() -> None:
     gathered, live = GatheredRows(), torch.ones(2)
-    sent: list[torch.Tensor] = []
-    sender = threading.Thread(target=lambda: sent.extend(rows for _, rows in gathered.wait(10)))
+    received_rows: list[torch.Tensor] = []
+    sender = threading.Thread(
+        target=lambda: received_rows.extend(rows for _, rows in gathered.wait(10))
+    )
     sender.start()
     gathered.set([("weight", live)])
     sender.join(10)
     live.zero_()  # the rows are a copy
-    assert [rows.tolist() for rows in sent] == [[1.0, 1.0]]
+    assert [rows.tolist() for rows in received_rows] == [[1.0, 1.0]]
     assert [name for name, _ in gathered.wait(0)] == ["weight"]  # a repeated request finds them too
 
 

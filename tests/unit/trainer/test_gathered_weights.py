@@ -70,11 +70,11 @@ def _gathered_bytes(policy: Policy) -> int:
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_scores_gradients_and_weights_are_bit_identical(family: str) -> None:
-    held, kept_bytes = _trained(family, keeps=True)
+    with_gathered, kept_bytes = _trained(family, keeps=True)
     distributed.destroy_process_group()
     freed, freed_bytes = _trained(family, keeps=False)
-    assert len(held) == len(freed)
-    assert all(map(torch.equal, held, freed))
+    assert len(with_gathered) == len(freed)
+    assert all(map(torch.equal, with_gathered, freed))
     assert kept_bytes > 0 == freed_bytes
 
 

@@ -47,7 +47,7 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
         factors = torch.randn(len(rows[1].values), generator=torch.Generator().manual_seed(seed))
         weights = list(model.parameters())
         single_logprobs = [
-            _own(model, *row) for row in zip(*(part.unbind() for part in rows), strict=True)
+            _own(model, *row) for row in zip(*(columns.unbind() for columns in rows), strict=True)
         ]
         expected = torch.cat(single_logprobs)
         expected_gradient = _gradient(expected @ factors, weights)
@@ -70,8 +70,10 @@ def _rule_of_sequences(*states: Tensor, cu_seqlens: Tensor, **gates: Any) -> tup
     lengths = cu_seqlens.diff().tolist()
     parts = zip(*(tensor.split(lengths, 1) for tensor in (*states, *gates.values())), strict=True)
     outputs = [
-        torch_chunk_gated_delta_rule(*part[:3], **dict(zip(gates, part[3:], strict=True)), **flags)
-        for part in parts
+        torch_chunk_gated_delta_rule(
+            *states_of_one[:3], **dict(zip(gates, states_of_one[3:], strict=True)), **flags
+        )
+        for states_of_one in parts
     ]
     return torch.cat([output for output, _ in outputs], 1), None
 
@@ -147,7 +149,7 @@ def test_sizes_of_recurrent_layers_are_those_of_their_modules(family: str) -> No
     shape, name = recurrent_shape(config.to_dict()), FAMILIES[family].recurrent
     assert shape is not None
     modules: list[Any] = [
-        each for path, each in model.named_modules() if path.rpartition(".")[2] == name
+        module for path, module in model.named_modules() if path.rpartition(".")[2] == name
     ]
     assert len(modules) == shape.num_layers
     cache = DynamicCache(config=config)

@@ -54,9 +54,9 @@ def test_logprobs_relative_to_a_mask_are_those_of_the_formula(
     (gradient,) = torch.autograd.grad(logprobs_found.sum(), hidden, retain_graph=True)
     (of_entropy,) = torch.autograd.grad(entropy.sum(), hidden)
     for row, target in enumerate(targets):
-        powers = {each: math.exp(logits[row][each] / temperature) for each in token_sets[row]}
-        p = {each: power / sum(powers.values()) for each, power in powers.items()}
-        h = -sum(each * math.log(each) for each in p.values())
+        powers = {token: math.exp(logits[row][token] / temperature) for token in token_sets[row]}
+        p = {token: power / sum(powers.values()) for token, power in powers.items()}
+        h = -sum(probability * math.log(probability) for probability in p.values())
         assert logprobs_found[row].item() == pytest.approx(math.log(p[target]), abs=1e-6)
         assert entropy[row].item() == pytest.approx(h, abs=1e-6)
         for token in range(4):

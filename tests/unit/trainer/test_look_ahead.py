@@ -60,12 +60,12 @@ def test_normalized_weights_have_a_mean_of_one_over_the_batch(batch, level, budg
 def test_losses_are_divided_by_the_tokens_that_masks_leave(batch, budget, correction_) -> None:
     noise, mask, _ = batch
     ratio = torch.exp(-noise)
-    left = mask & (ratio >= 0.9) & (ratio <= 1.2)
+    unmasked = mask & (ratio >= 0.9) & (ratio <= 1.2)
     algorithm = {"rejection": _REJECTION, "correction": correction_}
     plain = _trained(algorithm, noise)
     with_kept_tokens = {**algorithm, "rejection_denominator": "kept"}
     metrics = _trained(with_kept_tokens, noise, tokens_per_micro_batch=budget)
-    share = float(left.sum() / mask.sum())
+    share = float(unmasked.sum() / mask.sum())
     assert 0.2 < share < 0.9
     assert metrics["grad_norm"] * share == pytest.approx(plain["grad_norm"], rel=1e-4)
     assert metrics["rejected_fraction"] == pytest.approx(1 - share, abs=1e-6)

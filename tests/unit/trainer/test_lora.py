@@ -156,8 +156,8 @@ class Pair:
         )
 
     async def transfer(self, version: int) -> list:
-        held = [await member.prepare(1, version, self.plan_hash) for member in self._members]
-        base = held[0] if held[0] == held[1] else -1
+        versions = [await member.prepare(1, version, self.plan_hash) for member in self._members]
+        base = versions[0] if versions[0] == versions[1] else -1
         order = TransferOrder(epoch=1, version=version, timeout_s=30, base_version=base)
         return await asyncio.gather(
             *(member.transfer(order) for member in self._members), return_exceptions=True
@@ -165,11 +165,11 @@ class Pair:
 
     async def publish(self, version: int) -> int:
         """Publishes the weights and returns the number of sent bytes."""
-        sent, received = await self.transfer(version)
-        assert sent.digests == received.digests
-        assert sent.num_bytes == received.num_bytes
-        await self._members[1].adopt(version, version_digest(sent.digests))
-        return sent.num_bytes
+        report, received = await self.transfer(version)
+        assert report.digests == received.digests
+        assert report.num_bytes == received.num_bytes
+        await self._members[1].adopt(version, version_digest(report.digests))
+        return report.num_bytes
 
 
 @pytest.mark.parametrize("mode", ["shadow", "cpu_async", "delta"])
@@ -257,8 +257,8 @@ def test_a_rank_holds_frozen_weights_in_the_dtype_that_it_computes_in_and_nothin
         frozen = [p for p in parameters if not p.requires_grad]
         assert parts.parts["weights, float32"] == 4 * sum(p.numel() for p in trained)
         assert parts.parts["weights, frozen"] == sum(p.nbytes for p in frozen)
-        sent = sum(value.nbytes for _, value in engine.export_weights())
-        assert parts.parts["weights in transfer"] == sent - 32
+        sent_bytes = sum(value.nbytes for _, value in engine.export_weights())
+        assert parts.parts["weights in transfer"] == sent_bytes - 32
     finally:
         distributed.destroy_process_group()
 
@@ -296,8 +296,8 @@ def test_a_checkpoint_of_adapters_resumes_and_is_exported(
     # A run that starts from the export has the same stop tokens.
     assert load_tokenizer(ModelSpec(path=str(tmp_path / "hf"))).stop_ids == {1, 7}
     merged = dict(WeightExport(policy, dtype=torch.float32).weight_tensors())
-    held = stored_tensors(exported)
-    assert all(torch.equal(held[name], value) for name, value in merged.items())
+    tensors = stored_tensors(exported)
+    assert all(torch.equal(tensors[name], value) for name, value in merged.items())
 
 
 def _folder(tmp_path: Path) -> Path:

@@ -43,13 +43,13 @@ def test_experts_have_the_names_of_checkpoints(family: str, tmp_path: Path) -> N
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as stored:
         named = {
-            stem: part
+            stem: tensor
             for name, value in stored_tensors(model).items()
-            for stem, part in checkpoint_names(name, value, config.to_dict())
+            for stem, tensor in checkpoint_names(name, value, config.to_dict())
         }
         assert named.keys() == set(stored.keys())
-        for name, part in named.items():
-            assert torch.equal(part, stored.get_tensor(name)), name
+        for name, tensor in named.items():
+            assert torch.equal(tensor, stored.get_tensor(name)), name
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.arange(3, 20)[None]
     assert torch.equal(again(ids).logits, model(ids).logits)

@@ -94,8 +94,8 @@ def test_packed_logprobs_and_gradients_are_those_of_the_plain_model(shares: bool
     for group in range(6):
         count = rng.randrange(3)
         prompt = [rng.randrange(4, 24) for _ in range(rng.randrange(2, 9))]
-        for place in rng.sample(range(len(prompt)), min(count, len(prompt))):
-            prompt[place] = PLACEHOLDER
+        for position in rng.sample(range(len(prompt)), min(count, len(prompt))):
+            prompt[position] = PLACEHOLDER
         images = features(group, prompt.count(PLACEHOLDER)) if PLACEHOLDER in prompt else NONE
         for _ in range(3):
             prompts.append(prompt)
@@ -141,9 +141,9 @@ def test_inputs_that_samples_share_are_fetched_once_and_are_one_object() -> None
     )
     reads = []
 
-    def fetch(part: KVBatchMeta, names: Sequence[str]) -> dict[str, Jagged]:
-        reads.append((part.keys, tuple(names)))
-        return queue.fetch(part, names)
+    def fetch(meta: KVBatchMeta, names: Sequence[str]) -> dict[str, Jagged]:
+        reads.append((meta.keys, tuple(names)))
+        return queue.fetch(meta, names)
 
     model_inputs = fetch_model_inputs(fetch, meta)
     (((keys), names),) = reads

@@ -138,8 +138,8 @@ class IndexMachine(RuleBasedStateMachine):
         }
         before = len(self.index._losses[PARTITION])
         self.index.remove_shard(shard)
-        lost = {key for loss in self.index._losses[PARTITION][before:] for key in loss.keys}
-        assert lost == hit
+        lost_keys = {key for loss in self.index._losses[PARTITION][before:] for key in loss.keys}
+        assert lost_keys == hit
         self.forget(hit)
 
     @precondition(lambda self: self.blobs)

@@ -49,8 +49,8 @@ async def test_records_that_a_worker_makes_up_end_nothing(
         keeper.BlobClient, "connect", Blobs(text, asyncio.Event(), may_read).connect
     )
     index = Index(lambda blobs: None, time)
-    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as kept:
-        await kept.start_recording("run_1", max_bytes=1, max_steps=0)
+    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as record_keeper:
+        await record_keeper.start_recording("run_1", max_bytes=1, max_steps=0)
         for number in range(2):
             await index.commit(put_of(_PARTITION, [f"g{number}.0"], field), put_id=str(number))
             async with asyncio.timeout(10):
@@ -65,16 +65,16 @@ async def test_a_reader_that_waits_for_the_last_samples_of_a_run_finds_its_recor
     blobs = Blobs(b"{}", is_reading, may_read)
     monkeypatch.setattr(keeper.BlobClient, "connect", blobs.connect)
     index = Index(lambda blobs: None, time)
-    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as kept:
-        await kept.start_recording("run_1", max_bytes=1, max_steps=0)
+    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as record_keeper:
+        await record_keeper.start_recording("run_1", max_bytes=1, max_steps=0)
         await index.commit(put_of(_PARTITION, ["g.0"], "sample_record"), put_id="put")
 
         async def stop() -> None:
-            await kept.stop_recording("run_1")
+            await record_keeper.stop_recording("run_1")
             index.drop_partition("run_1/records")
 
         async def search() -> list[bytes]:
-            return [part async for part in kept.read("run_1", SampleRecordQuery())]
+            return [chunk async for chunk in record_keeper.read("run_1", SampleRecordQuery())]
 
         stopping = asyncio.create_task(stop())
         await is_reading.wait()
@@ -91,21 +91,21 @@ async def test_a_file_that_goes_while_old_files_are_deleted_fails_no_run(tmp_pat
     )  # like a file that is deleted after it was listed
     (tmp_path / "old.db").write_bytes(b"x" * 100)
     index = Index(lambda blobs: None, time)
-    async with SampleRecordKeeper(tmp_path, 150, index=index, shards=Mock()) as kept:
-        await kept.start_recording("run_1", max_bytes=100, max_steps=0)
+    async with SampleRecordKeeper(tmp_path, 150, index=index, shards=Mock()) as record_keeper:
+        await record_keeper.start_recording("run_1", max_bytes=100, max_steps=0)
     assert not (tmp_path / "old.db").exists()
 
 
 async def test_a_partition_that_is_dropped_ends_its_recording_only(tmp_path: Path):
     index = Index(lambda blobs: None, time)
-    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as kept:
-        await kept.start_recording("run_1", max_bytes=1, max_steps=0)
+    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as record_keeper:
+        await record_keeper.start_recording("run_1", max_bytes=1, max_steps=0)
         await asyncio.sleep(0)
         index.drop_partition("run_1/records")
         await asyncio.sleep(0.01)
-        assert "run_1" not in kept._runs
-        await kept.start_recording("run_1", max_bytes=1, max_steps=0)
-        assert "run_1" in kept._runs
+        assert "run_1" not in record_keeper._runs
+        await record_keeper.start_recording("run_1", max_bytes=1, max_steps=0)
+        assert "run_1" in record_keeper._runs
 
 
 async def test_long_searches_delay_neither_snapshots_nor_the_recording(tmp_path: Path, monkeypatch):
@@ -120,9 +120,11 @@ async def test_long_searches_delay_neither_snapshots_nor_the_recording(tmp_path:
     monkeypatch.setattr(SampleStore, "lines", lines)
 
     async def search() -> bytes:
-        return b"".join([part async for part in kept.read("run_1", SampleRecordQuery(text="x"))])
+        return b"".join(
+            [chunk async for chunk in record_keeper.read("run_1", SampleRecordQuery(text="x"))]
+        )
 
-    async with SampleRecordKeeper(tmp_path, 1 << 20, index=Mock(), shards=Mock()) as kept:
+    async with SampleRecordKeeper(tmp_path, 1 << 20, index=Mock(), shards=Mock()) as record_keeper:
         searches = [asyncio.create_task(search()) for _ in range(64)]
         try:
             async with asyncio.timeout(20):
@@ -150,14 +152,16 @@ async def test_a_run_whose_controller_dies_while_old_files_are_deleted_is_record
     monkeypatch.setattr(SampleRecordKeeper, "_delete_ended_runs", delete)
     monkeypatch.setattr(SampleRecordKeeper, "flush", flush)
     index = Index(lambda blobs: None, time)
-    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as kept:
-        starting = asyncio.create_task(kept.start_recording("run_1", max_bytes=1, max_steps=0))
+    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as record_keeper:
+        starting = asyncio.create_task(
+            record_keeper.start_recording("run_1", max_bytes=1, max_steps=0)
+        )
         await asyncio.to_thread(deleting.wait, 30)
         starting.cancel()
         await asyncio.wait([starting])
         released.set()
         # the call of the next controller
-        await kept.start_recording("run_1", max_bytes=1, max_steps=0)
+        await record_keeper.start_recording("run_1", max_bytes=1, max_steps=0)
         await index.commit(put_of(_PARTITION, ["run_1-0.0"], "sample_record"), put_id="put")
         async with asyncio.timeout(10):
             await flushed.wait()
@@ -173,21 +177,23 @@ async def test_samples_are_followed_by_the_store_that_a_run_names_until_it_ends(
     stores: dict[str, Mock] = {}
     monkeypatch.setattr(keeper, "open_samples", lambda url: stores.setdefault(url, Mock()))
     index, url = Index(lambda blobs: None, time), "s3://bucket/samples"
-    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as kept:
-        await kept.start_recording("run_0", max_bytes=1, max_steps=0)
+    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as record_keeper:
+        await record_keeper.start_recording("run_0", max_bytes=1, max_steps=0)
         assert not stores
         for max_steps in (3, 5):  # a change of the limits
-            await kept.start_recording("run_1", max_bytes=7, max_steps=max_steps, directory=url)
+            await record_keeper.start_recording(
+                "run_1", max_bytes=7, max_steps=max_steps, directory=url
+            )
         store = stores[f"{url}/run_1"]  # a folder of the run: other runs may name the same one
         assert [call.kwargs["max_steps"] for call in store.follow.call_args_list] == [3, 5]
         assert {call.args for call in store.follow.call_args_list} == {(tmp_path / "run_1.db",)}
         store.failing_s = 3.0
         assert failing_s("run_1") == 3
-        await kept.stop_recording("run_1")
+        await record_keeper.stop_recording("run_1")
         store.finish.assert_called_once_with()
-        await kept.start_recording("run_1", max_bytes=7, max_steps=3, directory=url)
-        await kept.delete("run_1", url)
-        await kept.delete("run_2", "s3://bucket/other")
+        await record_keeper.start_recording("run_1", max_bytes=7, max_steps=3, directory=url)
+        await record_keeper.delete("run_1", url)
+        await record_keeper.delete("run_2", "s3://bucket/other")
         for deleted in (store, stores["s3://bucket/other/run_2"]):
             deleted.delete.assert_called_once_with()
         assert failing_s("run_1") is None
@@ -200,8 +206,10 @@ async def test_the_process_waits_a_while_for_the_last_uploads(
     store = Mock()
     monkeypatch.setattr(keeper, "open_samples", lambda url: store)
     index = Index(lambda blobs: None, time)
-    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as kept:
-        await kept.start_recording("run_1", max_bytes=7, max_steps=0, directory="s3://bucket/run")
+    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as record_keeper:
+        await record_keeper.start_recording(
+            "run_1", max_bytes=7, max_steps=0, directory="s3://bucket/run"
+        )
     store.finish.assert_called_once_with()
     (timeout_s,) = store.wait.call_args.args
     assert 0 < timeout_s <= 5

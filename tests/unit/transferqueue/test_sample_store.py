@@ -68,8 +68,8 @@ def test_a_store_without_a_file_holds_nothing(store):
 @pytest.mark.parametrize("is_trainer_first", [False, True])
 def test_records_of_rollout_and_trainer_form_one_sample(store, is_trainer_first):
     records = [made(1), trained(1, step=7)]
-    for each in reversed(records) if is_trainer_first else records:
-        store.write([each], **NO_BOUND)
+    for record in reversed(records) if is_trainer_first else records:
+        store.write([record], **NO_BOUND)
     query = SampleRecordQuery(step=7, with_turns=True, with_tokens=True)
     ((line,),) = store.lines(query)
     sample = json.loads(line)
@@ -107,12 +107,12 @@ def test_pages_hold_every_sample_once(store, order):
     for record in records[::7]:
         record.record["facts"]["reward"] = None
     store.write(records, **NO_BOUND)
-    seen, after = [], ""
+    sample_ids, after = [], ""
     while page := ids(store, order_by=order, limit=7, after=after):
-        seen += page
+        sample_ids += page
         after = page[-1]
-    assert seen == ids(store, order_by=order)
-    assert sorted(seen) == sorted(record.sample_id for record in records)
+    assert sample_ids == ids(store, order_by=order)
+    assert sorted(sample_ids) == sorted(record.sample_id for record in records)
 
 
 def test_a_page_after_a_deleted_sample_is_rejected(store):
@@ -143,12 +143,12 @@ def test_the_file_never_exceeds_its_bytes_and_uses_most_of_them(store, tmp_path)
         )
         assert path.stat().st_size <= max_bytes
     assert path.stat().st_size > max_bytes / 2
-    kept = ids(store)
-    assert kept[:4] == [f"g59.{m}" for m in (3, 2, 1, 0)]
+    sample_ids = ids(store)
+    assert sample_ids[:4] == [f"g59.{m}" for m in (3, 2, 1, 0)]
     with closing(sqlite3.connect(path)) as database:
         for table in ("contents", "training"):
             count = database.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
-            assert count == len(kept)
+            assert count == len(sample_ids)
 
 
 def test_trained_records_without_a_sample_go_after_a_while(store, tmp_path):

@@ -12,8 +12,8 @@ def test_small_and_large_tensors_of_every_type_are_copied_into_their_places() ->
     places = [torch.zeros_like(tensor) for tensor in tensors]
     places[3] = wide[:, :1025]
     copy_all(places, tensors)
-    for place, tensor in zip(places, tensors, strict=True):
-        assert torch.equal(place, tensor)
+    for target, tensor in zip(places, tensors, strict=True):
+        assert torch.equal(target, tensor)
     assert not wide[:, 1025:].any()
 
 

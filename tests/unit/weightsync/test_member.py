@@ -74,13 +74,13 @@ async def test_a_version_is_resent_from_its_copy_during_training():
     cluster = Cluster()
     await cluster.form_group()
     await cluster.publish(0)
-    sent = {name: tensor.clone() for name, tensor in cluster.weights.items()}
+    published = {name: tensor.clone() for name, tensor in cluster.weights.items()}
     cluster.weights["embed"].add_(1)  # the update of the next step
     await cluster.prepare(0)
     reports = await cluster.transfer(0)
     await cluster.receivers[0].adopt(0, version_digest(reports[0].digests))
     assert cluster.sources[0].num_reads == 1
-    assert cluster.sinks[0].live["embed"].equal(sent["embed"])
+    assert cluster.sinks[0].live["embed"].equal(published["embed"])
 
 
 async def test_a_version_that_was_never_adopted_is_superseded_by_the_next_and_counted():

@@ -110,12 +110,12 @@ async def test_a_damaged_change_of_a_delta_is_found(monkeypatch, number):
     cluster.weights["embed"][7] = 7
     honest = Channel.broadcast
     source_channel = next(iter(cluster.senders[0]._epochs.group(1).channels.values()))
-    sent = []
+    broadcasts = []
 
     def broadcast(channel, tensor):
         if channel is source_channel and tensor.dtype == torch.int32:
-            sent.append(tensor)
-            if len(sent) == number + 1:
+            broadcasts.append(tensor)
+            if len(broadcasts) == number + 1:
                 tensor = tensor.clone()
                 tensor[0] ^= 1 << 20
         return honest(channel, tensor)
@@ -201,7 +201,7 @@ async def test_rows_of_several_sources_arrive_in_one_copy_of_the_weights(mode):
     await cluster.publish(0)
     (sink, *_) = cluster.sinks
     size = sum(tensor.nbytes for tensor in cluster.weights.values())
-    storages = {one.untyped_storage() for one in sink.adopted.values()}
+    storages = {tensor.untyped_storage() for tensor in sink.adopted.values()}
     assert len({storage.data_ptr() for storage in storages}) == 1
     assert size <= next(iter(storages)).nbytes() <= size + 256 * len(cluster.weights)
 
@@ -217,7 +217,7 @@ def test_a_shadow_is_divided_among_the_engines_devices_in_whole_tensors():
     largest = max(tensor.nbytes for tensor in tensors.values())
     assert all(sizes.values())
     assert max(sizes.values()) <= sum(sizes.values()) / 2 + largest
-    assert [part.nbytes for part in flat] == [tensors[spec.name].nbytes for spec in specs]
+    assert [buffer.nbytes for buffer in flat] == [tensors[spec.name].nbytes for spec in specs]
 
 
 class Source:

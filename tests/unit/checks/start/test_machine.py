@@ -68,14 +68,14 @@ def test_a_mixed_run_needs_gpus_for_dedicated_rollouts(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "given", "replicas"),
+    ("gpus", "settings", "replicas"),
     [("0", {}, 1), ("0,1", {}, 1), ("0,1,2", {}, 2), ("", {}, 2), ("0", {"replicas": 2}, 2)],
 )
 def test_the_default_number_of_rollouts_fits_the_gpus(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     gpus: str,
-    given: dict[str, Any],
+    settings: dict[str, Any],
     replicas: int,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
@@ -83,7 +83,7 @@ def test_the_default_number_of_rollouts_fits_the_gpus(
     data.write_text(8 * (json.dumps({"prompt": "1+1", "answer": "2"}) + "\n"))
     document = spec().model_dump(mode="json", exclude_unset=True)
     document["data"]["train"]["path"] = str(data)
-    document["rollout"] = {"rewards": document["rollout"]["rewards"], **given}
+    document["rollout"] = {"rewards": document["rollout"]["rewards"], **settings}
     document["validation"] = {"every": 0}
     file.write_text(json.dumps(document))
     draft = read_checked(file)
@@ -95,7 +95,7 @@ def test_the_default_number_of_rollouts_fits_the_gpus(
         examined_spec, max_staleness=examined_spec.algorithm.max_staleness, replicas=replicas
     )
     assert any("rollout.replicas" in note for note in draft.notes) == (
-        not given and gpus in {"0", "0,1"}
+        not settings and gpus in {"0", "0,1"}
     )
 
 
@@ -174,7 +174,7 @@ def test_a_16_bit_dtype_on_a_cpu_that_computes_it_fast_is_not_worth_a_note(
 
 
 @pytest.mark.parametrize(
-    ("path", "gpus", "given", "dtype"),
+    ("path", "gpus", "trainer", "dtype"),
     [
         ("org/model", "0,1,2", {}, "bfloat16"),
         ("org/model", "0,1,2", {"dtype": "float32"}, "float32"),
@@ -183,11 +183,11 @@ def test_a_16_bit_dtype_on_a_cpu_that_computes_it_fast_is_not_worth_a_note(
     ],
 )
 def test_the_dtype_that_is_not_given_follows_the_machine(
-    monkeypatch: pytest.MonkeyPatch, path: str, gpus: str, given: dict[str, Any], dtype: str
+    monkeypatch: pytest.MonkeyPatch, path: str, gpus: str, trainer: dict[str, Any], dtype: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    run = spec_with(model={"path": path}, trainer=given)
-    left_out = {"trainer.dtype"} - {f"trainer.{key}" for key in given}
+    run = spec_with(model={"path": path}, trainer=trainer)
+    left_out = {"trainer.dtype"} - {f"trainer.{key}" for key in trainer}
     defaults = {
         machine_default.key: machine_default.value
         for machine_default in machine_defaults(run, left_out)
@@ -263,8 +263,10 @@ def test_a_run_is_refused_if_another_program_holds_its_gpus(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("PATH", str(tmp_path))
-    held = [f"GPU-{n}, {os.getppid()}, /usr/bin/other, 61000" for n in range(2) if free[n] < 81_000]
-    write_nvidia_smi(tmp_path / "nvidia-smi", [(81_559, size) for size in free], held)
+    processes = [
+        f"GPU-{n}, {os.getppid()}, /usr/bin/other, 61000" for n in range(2) if free[n] < 81_000
+    ]
+    write_nvidia_smi(tmp_path / "nvidia-smi", [(81_559, size) for size in free], processes)
     run = spec_with(
         model={"path": "org/model"}, rollout={"engine": "vllm", "replicas": 1, **settings}
     )

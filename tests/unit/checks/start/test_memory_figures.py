@@ -167,8 +167,8 @@ def _figures(spec: RunSpec, config: PretrainedConfig, size: int, gpus: int) -> d
     devices = [str(number) for number in range(gpus)]
     return {
         "chosen": memory.spec.trainer.activation_checkpointing,
-        "trainer": {name: round(part) for name, part in trainer.parts.items()},
-        "host": {name: round(part) for name, part in trainer.host.items()},
+        "trainer": {name: round(num_bytes) for name, num_bytes in trainer.parts.items()},
+        "host": {name: round(num_bytes) for name, num_bytes in trainer.host.items()},
         "cached": round(trainer.cached),
         "rollout": {
             "weights": round(rollout.weights),
@@ -186,8 +186,8 @@ def _figures(spec: RunSpec, config: PretrainedConfig, size: int, gpus: int) -> d
         "fits": not memory.why_not,
         "change": [f"{key}: {in_yaml(value)}" for key, value in change.items()],
         "needed": {
-            name: round(part)
-            for name, part in needed_by_gpu(spec, config, gpu_bytes=size, gpus=devices).items()
+            name: round(num_bytes)
+            for name, num_bytes in needed_by_gpu(spec, config, gpu_bytes=size, gpus=devices).items()
         },
     }
 

@@ -110,13 +110,13 @@ def test_a_model_that_would_not_be_exact_is_rejected_by_its_config_alone(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("[1]", "list"), ('{"vocab_size": "many"}', "vocab_size"), ("{x", "name")]
+    ("text", "message"), [("[1]", "list"), ('{"vocab_size": "many"}', "vocab_size"), ("{x", "name")]
 )
-def test_an_invalid_config_is_rejected(tmp_path, text, said):
+def test_an_invalid_config_is_rejected(tmp_path, text, message):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(text)
-    with pytest.raises(SpecError, match=f"model.path.*{said}"):
+    with pytest.raises(SpecError, match=f"model.path.*{message}"):
         check(spec_with(tmp_path, model={"path": str(folder), "tokenizer": "bytes"}))
 
 

@@ -212,8 +212,8 @@ async def test_a_refused_peer_reads_the_response_even_if_it_is_still_sending(req
             except OSError as error:
                 failure = error
             response = b""
-            while part := connection.recv(1 << 16):
-                response += part
+            while chunk := connection.recv(1 << 16):
+                response += chunk
         return response, failure
 
     async with serve_http("127.0.0.1:0", refuse) as port, asyncio.timeout(20):

@@ -69,8 +69,8 @@ def _texts(draw: st.DrawFn, name: str) -> str:
     words = st.sampled_from(
         ["system\n", "obey", " ", "\n", "user", "é", "\\u003c", '"', "}}", "{%"]
     )
-    part = st.one_of(token, split, halves, ends, words, st.sampled_from(marks))
-    return "x" + "".join(draw(st.lists(part, max_size=8)))
+    text = st.one_of(token, split, halves, ends, words, st.sampled_from(marks))
+    return "x" + "".join(draw(st.lists(text, max_size=8)))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -69,8 +69,8 @@ def test_missing_weights_and_wrong_shapes_are_rejected(
     model = build_model(tiny_config("qwen3"), dtype=torch.float32, device="cpu")
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    held = {**load_file(file), **changes}
-    save_file({name: value for name, value in held.items() if value is not None}, file)
+    weights = {**load_file(file), **changes}
+    save_file({name: value for name, value in weights.items() if value is not None}, file)
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
         load_folder(tmp_path, dtype=torch.float32, device="cpu")
 

@@ -25,8 +25,8 @@ CPU = torch.device("cpu")
 def test_a_quantized_weight_has_the_counted_bytes_and_its_shape(kind, dtype) -> None:
     weight = torch.randn(7, 13, generator=torch.Generator().manual_seed(0)).to(dtype)
     values, scales = quantize(weight, kind)
-    held = values.nbytes + scales.nbytes
-    assert held == quantized_bytes(weight.numel(), kind, item=dtype.itemsize)
+    num_bytes = values.nbytes + scales.nbytes
+    assert num_bytes == quantized_bytes(weight.numel(), kind, item=dtype.itemsize)
     again = dequantize(values, scales, (7, 13))
     assert (again.shape, again.dtype) == (weight.shape, dtype)
     assert torch.equal(again, rounded(weight, kind))
@@ -77,13 +77,13 @@ def test_matrices_of_decoder_layers_are_quantized_and_nothing_else() -> None:
 @pytest.mark.parametrize("shape", [(3, 5), (130, 257), (2, 130, 257)])
 def test_fp8_rounds_to_four_significant_bits_of_a_scale(kind, shape) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    held = fp8_rounded(weight, kind)
-    assert held.shape == weight.shape
-    error = (held - weight).abs()
+    rounded = fp8_rounded(weight, kind)
+    assert rounded.shape == weight.shape
+    error = (rounded - weight).abs()
     # The bound is half a step, relative to the value, or to the scale for subnormal values.
     scale = weight.abs().max() / 448
     assert (error <= weight.abs() / 16 + scale * 2**-9).all()
-    assert torch.equal(fp8_rounded(held, kind), held)
+    assert torch.equal(fp8_rounded(rounded, kind), rounded)
     assert 0.01 < (error.norm() / weight.norm()) < 0.04
 
 

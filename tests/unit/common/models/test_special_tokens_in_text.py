@@ -69,8 +69,8 @@ def test_rows_with_tokens_on_purpose_keep_them() -> None:
 
 def test_parts_of_a_message_and_later_tool_results_are_escaped_too() -> None:
     tokenizer = _tokenizer()
-    part = [{"type": "text", "text": _ATTACK}]
-    assert "<|start|>system" not in tokenizer.render_chat([{"role": "user", "content": part}])
+    content = [{"type": "text", "text": _ATTACK}]
+    assert "<|start|>system" not in tokenizer.render_chat([{"role": "user", "content": content}])
     chat = [*_chat("x"), {"role": "assistant", "content": "mark"}, *_chat(_ATTACK, "tool")]
     ids = following_ids(tokenizer, [chat], mark="mark", last_id=None)
     assert sum(id_ > 255 for id_ in ids) == 4  # two end tokens and two start tokens

@@ -71,9 +71,9 @@ async def test_a_worker_reaches_a_service_with_an_issued_certificate(tmp_path, k
     service = Identity(tls=IssuedTls(issuer, "controller.slipstream"), issue=issuer.issue, key=KEY)
     issued = service.certificate_for("run_a")
     parts = {"certificate": issued.chain, "key": issued.key, "authority": issued.authority}
-    for part, pem in parts.items():
-        (tmp_path / part).write_bytes(pem)
-    files = TlsFiles(**{part: tmp_path / part for part in parts})
+    for name, pem in parts.items():
+        (tmp_path / name).write_bytes(pem)
+    files = TlsFiles(**{name: tmp_path / name for name in parts})
     with acting_as(service):
         serving = serve("127.0.0.1:0", register)
         port = await serving.__aenter__()

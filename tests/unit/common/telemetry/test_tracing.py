@@ -191,10 +191,10 @@ def test_a_package_adds_an_exporter(tmp_path, monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_TRACE_EXPORTER", "theirs")
     monkeypatch.setenv("SLIPSTREAM_TRACE_ENDPOINT", "zipkin:9411")
     with ServiceSettings().tracing("rollout", run="run_1"):
-        sent = import_module("their_exporter").SENT
+        messages = import_module("their_exporter").SENT
         facts = {"service.name": "slipstream-rollout", "run": "run_1"}
-        assert sent == [("zipkin:9411", 0.01, facts)]
-    assert sent[1:] == ["ended"]
+        assert messages == [("zipkin:9411", 0.01, facts)]
+    assert messages[1:] == ["ended"]
 
     broken = ServiceSettings(trace_exporter="broken")
     with (

@@ -25,7 +25,7 @@ async def test_stale_sockets_are_removed_at_the_next_start(tmp_path):
         closed.close()
     own_socket = tmp_path / "slipstream-own.sock"
     with serve_arena(own_socket, instance_id="own", fd=0, accept_client=lambda peer: None):
-        left = sorted(path.stem for path in tmp_path.iterdir())
-    assert left == ["other", *(f"slipstream-{name}" for name in ("file", "living", "new", "own"))]
+        names = sorted(path.stem for path in tmp_path.iterdir())
+    assert names == ["other", *(f"slipstream-{name}" for name in ("file", "living", "new", "own"))]
     assert not own_socket.exists()
     living.close()

@@ -34,10 +34,10 @@ async def connected() -> tuple[End, End]:
 async def test_messages_arrive_whole_and_in_order() -> None:
     sender, receiver = await connected()
     payload = bytes(range(256)) * 8192
-    sent = [[b"first"], [b"second", b""], [b"third", payload[:3], payload[3:]]]
-    for frames in sent:
+    messages = [[b"first"], [b"second", b""], [b"third", payload[:3], payload[3:]]]
+    for frames in messages:
         sender.channel.send(frames)
-    heard = [await receiver.messages.get() for _ in sent]
+    heard = [await receiver.messages.get() for _ in messages]
     assert heard == [[b"first"], [b"second", b""], [b"third", payload]]
     sender.channel.close()
     assert await receiver.ended is False
