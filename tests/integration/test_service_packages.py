@@ -25,19 +25,31 @@ class Here:
     def find_spec(self, name, *where):
         return None if name in absent else self._finder.find_spec(name, *where)
 sys.meta_path = [Here(finder) for finder in sys.meta_path]
-importlib.import_module("services.%s.__main__")
+importlib.import_module("%s")
 """
+_SERVICES = ("controller", "transferqueue", "rollout", "trainer")
 
 
-@pytest.mark.parametrize("service", ["controller", "transferqueue", "rollout", "trainer"])
-def test_a_service_imports_nothing_that_its_extra_does_not_install(service: str) -> None:
-    installed = _installed_by(Requirement(f"slipstream[{service}]"))
+@pytest.mark.parametrize(
+    ("module", "extras"),
+    [
+        *((f"services.{service}.__main__", service) for service in _SERVICES),
+        # Deletes checkpoints of deleted runs.
+        ("services.extras.objects.checkpoints", "cluster,objects"),
+        ("services.extras.objects.sample_records", "transferqueue,objects"),
+        ("services.extras.kubernetes.launcher", "cluster"),
+    ],
+)
+def test_a_module_imports_nothing_that_the_extras_of_its_image_do_not_install(
+    module: str, extras: str
+) -> None:
+    installed = _installed_by(Requirement(f"slipstream[{extras}]"))
     absent = {
         name
         for name, distributions in _distributions().items()
         if not {_normal(distribution) for distribution in distributions} & installed
     }
-    program = f"absent = {absent!r}\n{_WITHOUT % service}"
+    program = f"absent = {absent!r}\n{_WITHOUT % module}"
     process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=_ROOT
     )

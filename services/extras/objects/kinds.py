@@ -11,7 +11,7 @@ CLOUD: Final = StoreKind(
     checkpoints=f"{_HERE}.checkpoints:open_checkpoints",
     upload=f"{_HERE}.exports:upload",
     folder=f"{_HERE}.connection:ObjectFolder",
-    samples=f"{_HERE}.samples:ObjectSamples",
+    samples=f"{_HERE}.sample_records:ObjectSamples",
     extra="slipstream[objects]",
 )
 """S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage."""
