@@ -303,7 +303,10 @@ def _same_expression(expected: str, candidate: str) -> bool:
         expected[len(bare[0]) :], candidate[len(bare[1]) :]
     ):
         expected, candidate = bare
-    if spelling.has_other_form(expected, candidate):
+    if any(
+        differ(expected, candidate)
+        for differ in (spelling.has_other_form, spelling.has_other_alternatives)
+    ):
         return False
     ratios = spelling.ratio_as_fraction(expected), spelling.ratio_as_fraction(candidate)
     if ratios[0] is not None and ratios[1] is None and not spelling.is_time(expected):

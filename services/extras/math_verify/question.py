@@ -16,7 +16,9 @@ _AFTER_NUMBER: Final = r"(?<=\d)(?:\s|[}$~]|\\[,;:! ]|\\\))*(?:\\text\w*\s*\{\s*
 _WORDS: Final = (
     r"more|less|fewer|too\s+(?:many|few|much|little)|short|higher|lower|above|below|left\s+over"
 )
-_COMPARISON: Final = re.compile(rf"(?P<before>{_AFTER_NUMBER})(?P<word>{_WORDS})\b", re.IGNORECASE)
+_COMPARISON: Final = re.compile(
+    rf"(?P<before>{_AFTER_NUMBER}(?:[A-Za-z]+\s+)?)(?P<word>{_WORDS})\b", re.IGNORECASE
+)
 _BARE_COMPARISON: Final = re.compile(
     r"^(?:\W|\\text\w*)*(?:\d[\d.,]*|\\frac\s*\{\d+\}\s*\{\d+\})"
     r"(?:\s|[}$~]|\\[,;:! ]|\\\))*(?:\\text\w*\s*\{\s*)?"

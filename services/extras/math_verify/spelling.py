@@ -223,6 +223,7 @@ _UNION_LETTER = re.compile(r"(?<=[\])])\s*U\s*(?=[\[(])")
 _CASES = re.compile(r"\\(?:begin|end)\s*\{(?:cases|aligned|gathered|array)\}(?:\{[lcr|]*\})?")
 _ASSIGNMENTS = re.compile(r"\s*[A-Za-z]\s*&?\s*=\s*&?[^=<>&]+")
 _ROW_END = re.compile(r",?\s*\\\\\s*")
+_NAMED = re.compile(r"[\s$]*([A-Za-z])\s*=")
 _TURNED = re.compile(r"^\s*([^A-Za-z=<>]+?)\s*=\s*([a-z])\s*$")
 _OTHER_VALUE = re.compile(
     r"(?:-?\d+[a-z]|-[a-z]|-?\d*[a-z][+-]\d+|\d+[+-]\d*[a-z]|[a-z]\^\{?-?\d\}?|\d*[a-z]/\d+"
@@ -230,6 +231,8 @@ _OTHER_VALUE = re.compile(
     r"|\|[a-z]\||\\ln\(?[a-z]\)?)"
 )
 _RATIO_SIGN = re.compile(r"(?<=[\d}])[\s$]*:[\s$]*(?=[\d\\])")
+_PRIME = re.compile(r"(?<=\d)\s*(?:\^?\s*\{?\s*\\prime|['\N{PRIME}](?!\w))")
+_UNBOUNDED = re.compile(r"\\infty|\N{INFINITY}")
 _DOTS = re.compile(r"\\[lc]?dots|\.\.\.|\N{HORIZONTAL ELLIPSIS}")
 _DOTS_OF_DECIMAL = re.compile(r"\d*\.\d+\s*(?:\\[lc]?dots|\.\.\.|\N{HORIZONTAL ELLIPSIS})")
 _GROUP = re.compile(r"(?:\\?\{.*\\?\}|\[.*\]|\(.*\))", re.DOTALL)
@@ -259,7 +262,8 @@ _CONDITION = re.compile(
     re.DOTALL,
 )
 _LETTER_AND_VALUE = re.compile(
-    r"\s*\(?([A-J])(?:\)|[.:](?!\d))(?:[\s~]|\\[,;:! ]|\\q?quad)*(?![\s,;]|and\b|or\b)(\S.*)"
+    r"\s*\(?([A-J])(?:\)|[.:](?!\d)|,(?=\s+(?:the|because|since|which|as)\b))"
+    r"(?:[\s~]|\\[,;:! ]|\\q?quad)*(?![\s,;]|and\b|or\b)(\S.*)"
 )
 _OTHER_LETTER = re.compile(r"(?<![A-Za-z\\'])[B-HJ](?![A-Za-z'])")
 _OPTION = re.compile(r"^\s*(?:option|choice)\s+(?=\(?[A-J]\b)", re.IGNORECASE)
@@ -397,17 +401,19 @@ def other_value(answer: str) -> str | None:
 
 
 def has_other_form(expected: str, candidate: str) -> bool:
-    r"""Returns True if only one answer is a ratio, goes on with dots, or is a set in braces.
+    r"""Returns True if only one answer is a ratio, goes on with dots, has a prime, or is a set in braces.
 
     The library would read ``3:4`` as a fraction, ``97 \ldots`` as 97, and ``\{1, 3\}`` as the point (1, 3).
     """
-    for sign in (_RATIO_SIGN, _DOTS):
+    for sign in (_RATIO_SIGN, _DOTS, _PRIME):
         texts = [_DOTS_OF_DECIMAL.sub("", text) for text in (expected, candidate)]
         counts = [len(sign.findall(text)) for text in texts]
         if counts[1] > counts[0]:
             return True
-    groups = {_group_sign(text) for text in (expected, candidate)}
-    return "{" in groups and bool(groups & {"(", "["})
+    signs = [_group_sign(text) for text in (expected, candidate)]
+    if signs[0] and _UNBOUNDED.search(candidate) and not re.search(r"[(\[<>{]|\\[lg]e", candidate):
+        return True
+    return "{" in signs and bool({*signs} & {"(", "["})
 
 
 def _group_sign(answer: str) -> str:
@@ -421,6 +427,12 @@ def _group_sign(answer: str) -> str:
         if depth == 0:
             return text[0] if place == len(text) - 1 else ""
     return ""
+
+
+def has_other_alternatives(expected: str, candidate: str) -> bool:
+    """Returns True for ``x=1 or y=2`` in place of ``x=1, y=2``: only one of both holds."""
+    names = {name[1] for part in alternatives(candidate) if (name := _NAMED.match(part))}
+    return len(names) > 1 and len(alternatives(candidate)) > len(alternatives(expected))
 
 
 def without_unit_text(answer: str) -> str:
