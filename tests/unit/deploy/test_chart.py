@@ -93,12 +93,12 @@ def test_chart_lints_strictly(version: str, profiles: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("version", ["helm3", "helm4"])
 def test_schema_refuses_each_bad_value(version: str) -> None:
-    values = [part for value, _ in _BAD_VALUES for part in ("--set", value)]
+    values = [argument for value, _ in _BAD_VALUES for argument in ("--set", value)]
     result = helm("template", "demo", str(CHART), *values, version=version)
     assert result.returncode != 0
     for value, path in _BAD_VALUES:
         lines = result.stderr.splitlines()
-        assert any(all(part in line for part in path) for line in lines), (value, result.stderr)
+        assert any(all(key in line for key in path) for line in lines), (value, result.stderr)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_schema_refuses_each_bad_value(version: str) -> None:
 def test_templates_refuse_gangs_without_a_scheduler(value: str, path: tuple[str, ...]) -> None:
     result = helm("template", "demo", str(CHART), "--set", value)
     assert result.returncode != 0
-    assert all(part in result.stderr for part in path), result.stderr
+    assert all(key in result.stderr for key in path), result.stderr
 
 
 @pytest.mark.parametrize(
@@ -139,15 +139,15 @@ def test_manifests_fit_the_schemas_of_kubernetes(
 
 def test_helm_3_and_4_render_the_same() -> None:
     def rendered(version: str) -> list[Manifest]:
-        found = render(*EVERYTHING, version=version)
-        return [m | {"data": set(m["data"])} if m["kind"] == "Secret" else m for m in found]
+        manifests = render(*EVERYTHING, version=version)
+        return [m | {"data": set(m["data"])} if m["kind"] == "Secret" else m for m in manifests]
 
     assert rendered("helm3") == rendered("helm4")
 
 
 def test_a_release_makes_what_its_services_know_each_other_by() -> None:
-    made = {m["metadata"]["name"]: m for m in render() if m["kind"] == "Secret"}
-    data = {name.removeprefix("demo-slipstream-"): m["data"] for name, m in made.items()}
+    secrets = {m["metadata"]["name"]: m for m in render() if m["kind"] == "Secret"}
+    data = {name.removeprefix("demo-slipstream-"): m["data"] for name, m in secrets.items()}
     assert set(data) == {"service-key", "admin-token", "issuer"}
     assert len(base64.b64decode(data["service-key"]["key"])) == 64
     issuer = x509.load_pem_x509_certificate(base64.b64decode(data["issuer"]["tls.crt"]))
@@ -157,8 +157,8 @@ def test_a_release_makes_what_its_services_know_each_other_by() -> None:
 
 
 def test_services_make_certificates_with_the_issuer_that_the_chart_makes(tmp_path: Path) -> None:
-    (made,) = [m for m in render() if m["metadata"]["name"] == "demo-slipstream-issuer"]
-    for name, data in made["data"].items():
+    (secret,) = [m for m in render() if m["metadata"]["name"] == "demo-slipstream-issuer"]
+    for name, data in secret["data"].items():
         (tmp_path / name).write_bytes(base64.b64decode(data))
     certificate = x509.load_pem_x509_certificate(Issuer(tmp_path).issue("a.slipstream").chain)
     certificate.verify_directly_issued_by(
@@ -168,10 +168,10 @@ def test_services_make_certificates_with_the_issuer_that_the_chart_makes(tmp_pat
 
 def test_cert_manager_makes_an_issuer_of_days_where_it_is_asked_to() -> None:
     manifests = render("--set", "tls.mode=certManager,tls.issuer=ours")
-    (made,) = [m["spec"] for m in manifests if m["kind"] == "Certificate"]
-    assert made["secretName"] == "demo-slipstream-issuer"
-    assert made["isCA"] is True
-    assert (made["duration"], made["renewBefore"]) == ("720h", "360h")
+    (certificate,) = [m["spec"] for m in manifests if m["kind"] == "Certificate"]
+    assert certificate["secretName"] == "demo-slipstream-issuer"
+    assert certificate["isCA"] is True
+    assert (certificate["duration"], certificate["renewBefore"]) == ("720h", "360h")
 
 
 @pytest.mark.parametrize("mode", ["self", "certManager", "existing", "off"])
@@ -237,9 +237,9 @@ def test_kubernetes_asks_the_health_service_where_it_can() -> None:
 
 @pytest.mark.parametrize("profiles", _PROFILES, ids="+".join)
 def test_every_pod_is_locked_down(profiles: tuple[str, ...]) -> None:
-    made = pods(render(profiles=profiles))
-    assert set(made) == {"controller", "transferqueue", "trainer", "rollout", "test"}
-    for component, pod in made.items():
+    pods_by_component = pods(render(profiles=profiles))
+    assert set(pods_by_component) == {"controller", "transferqueue", "trainer", "rollout", "test"}
+    for component, pod in pods_by_component.items():
         spec = pod["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -369,11 +369,11 @@ def test_pod_monitor_selects_every_pod_that_serves_metrics() -> None:
 
 
 def test_services_serve_metrics_on_the_address_of_their_pod() -> None:
-    made = pods(render("--set", "transferqueue.shards=3"))
+    pods_by_component = pods(render("--set", "transferqueue.shards=3"))
     for component in ("controller", "transferqueue", "transferqueue-shard"):
         environment = {
             item["name"]: item.get("value")
-            for item in made[component]["spec"]["containers"][0]["env"]
+            for item in pods_by_component[component]["spec"]["containers"][0]["env"]
         }
         prefix = f"SLIPSTREAM_{component.removesuffix('-shard').upper()}"
         assert environment[f"{prefix}_BIND"].startswith(("$(POD_IP):", "0.0.0.0:"))
@@ -393,9 +393,9 @@ def test_only_rdma_adds_a_capability() -> None:
 
 
 def test_services_that_stay_have_all_three_probes() -> None:
-    made = pods(render("--set", "transferqueue.shards=3"))
+    pods_by_component = pods(render("--set", "transferqueue.shards=3"))
     for component in ("controller", "transferqueue", "transferqueue-shard"):
-        container = made[component]["spec"]["containers"][0]
+        container = pods_by_component[component]["spec"]["containers"][0]
         assert {"startupProbe", "livenessProbe", "readinessProbe"} <= set(container)
 
 
@@ -431,9 +431,9 @@ def test_drains_need_the_right_to_see_nodes_and_to_release_pods() -> None:
     ]
     (subject,) = one(manifests, "ClusterRoleBinding", nodes["metadata"]["name"])["subjects"]
     assert (subject["name"], subject["namespace"]) == ("demo-slipstream-controller", "train")
-    own = one(manifests, "Role", "demo-slipstream-drain")
-    assert own["metadata"]["namespace"] == "train"
-    assert own["rules"] == [
+    drain_role = one(manifests, "Role", "demo-slipstream-drain")
+    assert drain_role["metadata"]["namespace"] == "train"
+    assert drain_role["rules"] == [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]},
         {
             "apiGroups": [""],
@@ -529,8 +529,8 @@ def test_only_autoscaling_defines_a_kind_and_lets_the_controller_write_its_objec
     validate_manifest(definition, "1.35")
     (version,) = definition["spec"]["versions"]
     assert definition["metadata"]["name"] == f"{PLURAL}.{GROUP}"
-    kept = {"helm.sh/resource-policy": "keep"}
-    assert definition["metadata"]["annotations"] == kept, "other releases have scales, too"
+    policy = {"helm.sh/resource-policy": "keep"}
+    assert definition["metadata"]["annotations"] == policy, "other releases have scales, too"
     assert version["name"] == VERSION
     rules = one(manifests, "Role", "demo-slipstream-controller")["rules"]
     assert {rule["resources"][0] for rule in rules if rule["apiGroups"] == [GROUP]} == {
@@ -578,20 +578,20 @@ def test_rdma_devices_are_asked_for_as_text() -> None:
     manifests = render(profiles=("multi-node", "rdma"))
     for template in worker_templates(manifests).values():
         resources = template["spec"]["containers"][0]["resources"]
-        for part in ("requests", "limits"):
-            assert resources[part]["rdma/hca"] == "1"
-            assert all(isinstance(quantity, str) for quantity in resources[part].values())
+        for section in ("requests", "limits"):
+            assert resources[section]["rdma/hca"] == "1"
+            assert all(isinstance(quantity, str) for quantity in resources[section].values())
 
 
 def test_services_and_policies_select_pods_and_ports_that_exist() -> None:
     manifests = render(*EVERYTHING)
-    made = list(pods(manifests).values())
+    all_pods = list(pods(manifests).values())
     selecting = [m for m in manifests if m["kind"] in ("Service", "NetworkPolicy")]
     assert len(selecting) == 10
     for manifest in selecting:
         spec = manifest["spec"]
         labels = spec["selector"] if "selector" in spec else spec["podSelector"]["matchLabels"]
-        chosen = [pod for pod in made if labels.items() <= pod["metadata"]["labels"].items()]
+        chosen = [pod for pod in all_pods if labels.items() <= pod["metadata"]["labels"].items()]
         assert chosen, manifest["metadata"]["name"]
         for port in spec.get("ports", []):
             assert port["protocol"] == "TCP"
@@ -599,8 +599,8 @@ def test_services_and_policies_select_pods_and_ports_that_exist() -> None:
 
 
 def test_packaged_chart_holds_no_stray_files() -> None:
-    found = {path.relative_to(CHART).parts[0] for path in CHART.rglob("*") if path.is_file()}
-    assert found == {
+    names = {path.relative_to(CHART).parts[0] for path in CHART.rglob("*") if path.is_file()}
+    assert names == {
         ".helmignore", "Chart.yaml", "README.md", "files", "profiles", "templates",
         "values.schema.json", "values.yaml",
     }  # fmt: skip

@@ -32,9 +32,9 @@ def test_every_service_sends_its_spans_to_the_same_collector() -> None:
     endpoint = "http://collector.tracing.svc:4317"
     for component, pod in pods(render(*EVERYTHING)).items():
         environment = pod["spec"]["containers"][0].get("env", [])
-        found = {item["name"]: item.get("value") for item in environment}
+        values = {item["name"]: item.get("value") for item in environment}
         is_service = component not in ("test", "fetch", "trackers")
-        assert (found.get("SLIPSTREAM_TRACE_ENDPOINT") == endpoint) is is_service, component
+        assert (values.get("SLIPSTREAM_TRACE_ENDPOINT") == endpoint) is is_service, component
     assert "TRACE" not in json.dumps(render())
 
 
@@ -51,18 +51,18 @@ def test_metrics_of_every_service_may_need_a_token_which_the_monitor_sends() -> 
     manifests = render(*EVERYTHING, "--set", secret)
     for component, pod in pods(manifests).items():
         (container, *_) = pod["spec"]["containers"]
-        found = {item["name"]: item.get("value") for item in container.get("env", [])}
-        files = [value for name, value in found.items() if name.endswith("_METRICS_TOKEN_FILE")]
+        values = {item["name"]: item.get("value") for item in container.get("env", [])}
+        files = [value for name, value in values.items() if name.endswith("_METRICS_TOKEN_FILE")]
         if component in ("test", "fetch", "trackers", "monitoring"):
             assert not files, component
             continue
         assert files == ["/etc/slipstream/metrics/token"], component
         mounts = {item["name"]: item["mountPath"] for item in container["volumeMounts"]}
         assert mounts["metrics-token"] == "/etc/slipstream/metrics"
-        (volume,) = [each for each in pod["spec"]["volumes"] if each["name"] == "metrics-token"]
+        (volume,) = [item for item in pod["spec"]["volumes"] if item["name"] == "metrics-token"]
         items = [{"key": "bearer", "path": "token"}]
         assert volume["secret"] == {"secretName": "scrape", "items": items}
-    (monitor,) = [each for each in manifests if each["kind"] == "PodMonitor"]
+    (monitor,) = [manifest for manifest in manifests if manifest["kind"] == "PodMonitor"]
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert endpoint["authorization"]["credentials"] == {"name": "scrape", "key": "bearer"}
     assert "metrics-token" not in json.dumps(render(*EVERYTHING))
@@ -96,15 +96,15 @@ def test_a_registry_of_all_charts_wins() -> None:
 def test_the_notes_say_where_the_api_is(values: str, url: str) -> None:
     result = helm("install", "demo", str(CHART), "--dry-run=client", "--set", values)
     assert result.returncode == 0, result.stderr
-    (said,) = re.findall(r"export SLIPSTREAM_URL=(\S+)", result.stdout)
-    assert said == url
+    (printed_url,) = re.findall(r"export SLIPSTREAM_URL=(\S+)", result.stdout)
+    assert printed_url == url
 
 
 def test_quotas_of_projects_are_settings_of_the_controller() -> None:
     quotas = "controller.quotas.maxTransferqueueBytes=8796093022208,controller.quotas.maxGpus=64"
     container = pods(render("--set", quotas))["controller"]["spec"]["containers"][0]
-    found = {item["name"]: item.get("value") for item in container["env"]}
-    limits = {field.name: found[f"{_PREFIX}{field.name.upper()}"] for field in fields(Limits)}
+    values = {item["name"]: item.get("value") for item in container["env"]}
+    limits = {field.name: values[f"{_PREFIX}{field.name.upper()}"] for field in fields(Limits)}
     assert limits == {
         "max_active_runs": "16",
         "max_queued_runs": "1000",
@@ -122,8 +122,8 @@ def test_pods_may_be_changed_only_where_a_queue_keeps_them_or_nodes_are_drained(
     def verbs(*values: str, drain: str = "false") -> list[str]:
         arguments = ("--set", f"controller.drain.enabled={drain}", *values)
         role = one(render(*arguments), "Role", "demo-slipstream-controller")
-        (found,) = [rule["verbs"] for rule in role["rules"] if rule["resources"] == ["pods"]]
-        return found
+        (verbs,) = [rule["verbs"] for rule in role["rules"] if rule["resources"] == ["pods"]]
+        return verbs
 
     assert "patch" not in verbs()
     assert "patch" in verbs(drain="true")
@@ -147,16 +147,16 @@ def test_the_controller_makes_job_sets_only_where_asked_and_never_in_a_queue() -
 def test_models_are_fetched_into_the_cache_by_a_job_of_their_list() -> None:
     def job(models: str) -> Manifest:
         values = f"workers.modelCache.existingClaim=models,workers.modelCache.fetch={{{models}}}"
-        (found,) = [m for m in render("--set", values) if m["kind"] == "Job"]
-        return found
+        (manifest,) = [m for m in render("--set", values) if m["kind"] == "Job"]
+        return manifest
 
-    made = job("a/b@1,datasets/c/d")
-    spec = made["spec"]["template"]["spec"]
+    manifest = job("a/b@1,datasets/c/d")
+    spec = manifest["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     assert container["args"][1:] == ["a/b@1", "datasets/c/d"]
     assert {"name": "cache", "persistentVolumeClaim": {"claimName": "models"}} in spec["volumes"]
-    assert made["metadata"]["name"] == job("a/b@1,datasets/c/d")["metadata"]["name"]
-    assert made["metadata"]["name"] != job("a/b@2,datasets/c/d")["metadata"]["name"]
+    assert manifest["metadata"]["name"] == job("a/b@1,datasets/c/d")["metadata"]["name"]
+    assert manifest["metadata"]["name"] != job("a/b@2,datasets/c/d")["metadata"]["name"]
 
 
 def test_the_job_downloads_the_listed_models(tmp_path: Path) -> None:
@@ -185,9 +185,11 @@ def test_tokens_are_not_published_in_plain_http(values: str, problem: str) -> No
     refused = helm("template", "demo", str(CHART), "--set", values)
     assert refused.returncode != 0
     assert problem in refused.stderr
-    for said in ("ingress.tls.elsewhere=true", "controller.restTls.existingSecret=tls"):
-        if ("ingress" in said) == ("ingress" in values):
-            assert helm("template", "demo", str(CHART), "--set", f"{values},{said}").returncode == 0
+    for value in ("ingress.tls.elsewhere=true", "controller.restTls.existingSecret=tls"):
+        if ("ingress" in value) == ("ingress" in values):
+            assert (
+                helm("template", "demo", str(CHART), "--set", f"{values},{value}").returncode == 0
+            )
 
 
 @pytest.mark.parametrize("profiles", [(), ("cpu-smoke",), ("multi-node",)])
@@ -207,16 +209,21 @@ def test_rollouts_start_pods_only_in_a_namespace_without_egress() -> None:
     )
     templates = worker_templates(manifests)
     volumes = {
-        role: {each["name"] for each in template["spec"]["volumes"]}
+        role: {volume["name"] for volume in template["spec"]["volumes"]}
         for role, template in templates.items()
     }
     assert "kubernetes" in volumes["rollout"] - volumes["trainer"]
     variables = {
-        each["name"]: each for each in templates["rollout"]["spec"]["containers"][0]["env"]
+        variable["name"]: variable
+        for variable in templates["rollout"]["spec"]["containers"][0]["env"]
     }
     assert variables["SLIPSTREAM_ROLLOUT_SANDBOX_NAMESPACE"]["value"] == "train-sandboxes"
-    found = [each for each in manifests if each["metadata"].get("namespace") == "train-sandboxes"]
-    kinds = {each["kind"]: each for each in found}
+    sandbox_manifests = [
+        manifest
+        for manifest in manifests
+        if manifest["metadata"].get("namespace") == "train-sandboxes"
+    ]
+    kinds = {manifest["kind"]: manifest for manifest in sandbox_manifests}
     assert {*kinds} == {"NetworkPolicy", "Role", "RoleBinding", "ResourceQuota"}
     assert kinds["NetworkPolicy"]["spec"] == {
         "podSelector": {},

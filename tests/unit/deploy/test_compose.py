@@ -25,11 +25,13 @@ SETTINGS = {"controller": ControllerSettings, "transferqueue": TransferQueueSett
 def settings_of(name: str, monkeypatch: pytest.MonkeyPatch):
     """Returns a service's settings from its environment, and asserts that all names are known."""
     prefix = SETTINGS[name].model_config["env_prefix"]
-    given = SERVICES[name]["environment"]
-    assert all(isinstance(value, str) for value in given.values())
-    own = {key for key in given if key.startswith("SLIPSTREAM_")}
-    assert {key.removeprefix(prefix).lower() for key in own} <= set(SETTINGS[name].model_fields)
-    for key, value in given.items():
+    environment = SERVICES[name]["environment"]
+    assert all(isinstance(value, str) for value in environment.values())
+    own_names = {key for key in environment if key.startswith("SLIPSTREAM_")}
+    assert {key.removeprefix(prefix).lower() for key in own_names} <= set(
+        SETTINGS[name].model_fields
+    )
+    for key, value in environment.items():
         monkeypatch.setenv(key, value)
     return SETTINGS[name]()
 
@@ -46,7 +48,7 @@ def test_the_services_accept_their_settings_and_find_each_other(monkeypatch):
         for config in job.get("static_configs", ())
         for target in config["targets"]
     }
-    assert scraped == {f"127.0.0.1:{each.metrics_port}" for each in (controller, queue)}
+    assert scraped == {f"127.0.0.1:{settings.metrics_port}" for settings in (controller, queue)}
     (workers,) = PROMETHEUS["scrape_configs"][1]["file_sd_configs"]
     assert workers["files"] == [str(controller.metric_targets)]
     for path in (queue.arena_folder, queue.sample_folder, queue.snapshot_folder):

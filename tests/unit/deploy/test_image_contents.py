@@ -55,15 +55,15 @@ def _owners() -> Mapping[str, list[str]]:
     return metadata.packages_distributions()
 
 
-def _imported(path: Path, seen: set[Path]) -> Iterator[str]:
+def _imported(path: Path, visited: set[Path]) -> Iterator[str]:
     """Yields the top-level names that loading a module imports, directly or through our own modules."""
-    if path in seen or not path.exists():
+    if path in visited or not path.exists():
         return
-    seen.add(path)
+    visited.add(path)
     for module in _modules(path):
         yield module.partition(".")[0]
         if module.startswith("services."):
-            yield from _imported(ROOT / f"{module.replace('.', '/')}.py", seen)
+            yield from _imported(ROOT / f"{module.replace('.', '/')}.py", visited)
 
 
 @cache

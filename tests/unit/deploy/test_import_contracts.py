@@ -32,5 +32,5 @@ def test_files_that_import_each_other_break_it(
         (package / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     contract = NoCircles(name="No circle", session_options={}, contract_options={"package": "shop"})
-    found = contract.check(grimp.build_graph("shop", cache_dir=None), verbose=False)
-    assert (found.kept, found.metadata["circles"]) == (not circles, circles)
+    check = contract.check(grimp.build_graph("shop", cache_dir=None), verbose=False)
+    assert (check.kept, check.metadata["circles"]) == (not circles, circles)

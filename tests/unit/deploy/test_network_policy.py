@@ -101,13 +101,13 @@ def test_the_code_of_runs_reaches_only_what_the_installation_names() -> None:
         ]
         for component, labels in _labels(pods(manifests)).items()
     }
-    (own,) = [rule for rule in reached["rollout"] if "podSelector" in str(rule)]
+    (own_rule,) = [rule for rule in reached["rollout"] if "podSelector" in str(rule)]
     named = {"to": [{"ipBlock": {"cidr": "192.0.2.0/24"}}]}
     anywhere = {
         component: {item["port"] for rule in rules if "to" not in rule for item in rule["ports"]}
         for component, rules in reached.items()
     }
-    assert own in reached["controller"]
+    assert own_rule in reached["controller"]
     assert [named in reached[component] for component in ("trainer", "rollout")] == [True, True]
     assert named not in reached["controller"]
     assert anywhere["rollout"] == anywhere["trainer"] == {4317}
@@ -117,10 +117,10 @@ def test_the_code_of_runs_reaches_only_what_the_installation_names() -> None:
 
 def test_workers_reach_those_of_their_own_run_and_of_no_other() -> None:
     manifests = render()
-    made = [run_policy(run_id, owner={}) for run_id in ("run_a", "run_b")]
-    for policy in made:
+    run_policies = [run_policy(run_id, owner={}) for run_id in ("run_a", "run_b")]
+    for policy in run_policies:
         policy["metadata"]["namespace"] = "train-workers"
-    policies = _policies([*manifests, *made])
+    policies = _policies([*manifests, *run_policies])
     labels = {
         (run_id, role): {**kind, "slipstream.dev/run": run_id}
         for run_id in ("run_a", "run_b")
@@ -198,10 +198,10 @@ def test_workers_in_the_namespace_of_a_project_have_the_same_connections_and_no_
             ]
             is_moved = {"trainer", "rollout"} & {source, target}
             assert _allows(policies, *ends, port) == (is_open or not is_moved)
-    for one, other in itertools.permutations(
+    for first, other in itertools.permutations(
         (labels["trainer"], {**labels["rollout"], _NAMESPACE: "vision"})
     ):
-        assert not _allows(policies, one, other, "grpc"), "runs of two projects"
+        assert not _allows(policies, first, other, "grpc"), "runs of two projects"
 
 
 @pytest.mark.parametrize(
@@ -221,14 +221,14 @@ def test_metrics_are_open_to_the_namespace_of_prometheus_only(
     ]
     assert len(rules) == 4
     for rule in rules:
-        whole = [each for each in rule["from"] if "podSelector" not in each]
-        assert [each["namespaceSelector"]["matchLabels"][_NAMESPACE] for each in whole] == open_to
-        (test,) = (each for each in rule["from"] if "podSelector" in each)
+        whole = [peer for peer in rule["from"] if "podSelector" not in peer]
+        assert [peer["namespaceSelector"]["matchLabels"][_NAMESPACE] for peer in whole] == open_to
+        (test,) = (peer for peer in rule["from"] if "podSelector" in peer)
         labels = test["podSelector"]["matchLabels"]
         assert labels["app.kubernetes.io/component"] == "test"
 
 
-def _labels(made: dict[str, Manifest]) -> dict[str, dict[str, str]]:
+def _labels(pods_by_component: dict[str, Manifest]) -> dict[str, dict[str, str]]:
     """Returns the labels of pods by component, with the pod's namespace as an additional label."""
     ours = ("trainer", "rollout", "fetch")
     return {
@@ -236,24 +236,24 @@ def _labels(made: dict[str, Manifest]) -> dict[str, dict[str, str]]:
             **pod["metadata"]["labels"],
             _NAMESPACE: "train-workers" if component in ours else "train",
         }
-        for component, pod in made.items()
+        for component, pod in pods_by_component.items()
     }
 
 
 def _policies(manifests: Sequence[Manifest]) -> list[Manifest]:
     """Returns the specs of policies, with their namespace in pod selectors and as default of peers."""
-    found = []
+    policies = []
     for manifest in manifests:
         if manifest["kind"] == "NetworkPolicy":
-            own = {_NAMESPACE: manifest["metadata"]["namespace"]}
+            namespace = {_NAMESPACE: manifest["metadata"]["namespace"]}
             spec = manifest["spec"]
-            spec["podSelector"].setdefault("matchLabels", {}).update(own)
+            spec["podSelector"].setdefault("matchLabels", {}).update(namespace)
             for rule in (*spec.get("ingress", []), *spec.get("egress", [])):
                 for peer in (*rule.get("from", []), *rule.get("to", [])):
                     if "podSelector" in peer:
-                        peer.setdefault("namespaceSelector", {"matchLabels": own})
-            found.append(spec)
-    return found
+                        peer.setdefault("namespaceSelector", {"matchLabels": namespace})
+            policies.append(spec)
+    return policies
 
 
 def _allows(
@@ -279,9 +279,10 @@ def _opens(
         if (not ports or port in ports) and (
             peers is None
             or any(
-                _matches(found["podSelector"], peer) and _matches(found["namespaceSelector"], peer)
-                for found in peers
-                if "podSelector" in found
+                _matches(selector["podSelector"], peer)
+                and _matches(selector["namespaceSelector"], peer)
+                for selector in peers
+                if "podSelector" in selector
             )
         ):
             return True

@@ -70,9 +70,9 @@ def test_expressions_of_the_guide_ask_for_metrics_that_exist() -> None:
     guide = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     expressions = [*re.findall(r"```promql\n(.*?)```", guide, re.DOTALL), autoscaling_query()]
     names = set().union(*(metric_names(promql_parser.parse(text)) for text in expressions))
-    own = {name for name in names if not name.startswith("DCGM_")}
-    assert {"slipstream_trainer_idle_seconds_total", "process_resident_memory_bytes"} <= own
-    assert own <= exposed_names(registered())
+    own_names = {name for name in names if not name.startswith("DCGM_")}
+    assert {"slipstream_trainer_idle_seconds_total", "process_resident_memory_bytes"} <= own_names
+    assert own_names <= exposed_names(registered())
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,15 @@ def test_the_guides_autoscaler_adds_rollouts_for_a_waiting_trainer_and_takes_the
         f'slipstream_prompts{{{run},state="ready"}}': ready,
         f"slipstream_run_batch_prompts{{{run}}}": "16x10",
     }
-    asked = {"expr": autoscaling_query(), "eval_time": "10m", "exp_samples": [{"value": asks_for}]}
+    expression_test = {
+        "expr": autoscaling_query(),
+        "eval_time": "10m",
+        "exp_samples": [{"value": asks_for}],
+    }
     test = {
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series.items()],
-        "promql_expr_test": [asked],
+        "promql_expr_test": [expression_test],
     }
     path = tmp_path / "tests.yaml"
     path.write_text(yaml.safe_dump({"tests": [test]}), encoding="utf-8")
@@ -160,38 +164,38 @@ def test_panels_of_a_dashboard_are_side_by_side_below_their_rows(dashboard: Dash
     written = dashboard.to_json()["panels"]
     assert [panel["id"] for panel in written] == [*range(1, len(written) + 1)]
     assert written[0]["type"] == "row"
-    taken = set()
+    used_cells = set()
     for panel in written:
-        place = panel["gridPos"]
+        position = panel["gridPos"]
         cells = {
             (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
+            for x in range(position["x"], position["x"] + position["w"])
+            for y in range(position["y"], position["y"] + position["h"])
         }
         assert max(x for x, _ in cells) < 24
-        assert not cells & taken, panel["title"]
-        taken |= cells
+        assert not cells & used_cells, panel["title"]
+        used_cells |= cells
 
 
-def lacks(written: Any, read: Any, place: str = "") -> list[str]:
+def lacks(written: Any, read: Any, path: str = "") -> list[str]:
     """Returns the keys of ``written`` that are missing in ``read``."""
     if isinstance(written, dict):
         parts = [(key, value, read.get(key)) for key, value in written.items()]
-        missing = [f"{place}.{key}" for key, value, _ in parts if key not in read and value != {}]
+        missing = [f"{path}.{key}" for key, value, _ in parts if key not in read and value != {}]
         return missing + [
             lack
             for key, value, other in parts
             if key in read
-            for lack in lacks(value, other, f"{place}.{key}")
+            for lack in lacks(value, other, f"{path}.{key}")
         ]
     if isinstance(written, list):
-        assert len(written) == len(read), place
+        assert len(written) == len(read), path
         return [
             lack
-            for number, (one, other) in enumerate(zip(written, read, strict=True))
-            for lack in lacks(one, other, f"{place}.{number}")
+            for number, (item, other) in enumerate(zip(written, read, strict=True))
+            for lack in lacks(item, other, f"{path}.{number}")
         ]
-    return [] if written == read else [f"{place}: {written!r} became {read!r}"]
+    return [] if written == read else [f"{path}: {written!r} became {read!r}"]
 
 
 def test_dashboards_are_config_maps_that_grafana_finds() -> None:

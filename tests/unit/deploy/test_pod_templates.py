@@ -64,7 +64,7 @@ def by_worker(pods: list[Pod]) -> dict[str, Pod]:
 
 
 def test_the_administrators_part_is_in_each_pod_of_a_kind(tmp_path: Path) -> None:
-    part = {
+    pod_values = {
         "labels": {"team": "rl", "slipstream.dev/run": "another"},
         "annotations": {"a.example.com/b": "c"},
         "nodeSelector": {"gpu": "h200"},
@@ -77,7 +77,7 @@ def test_the_administrators_part_is_in_each_pod_of_a_kind(tmp_path: Path) -> Non
         "initContainers": [{"name": "fetch", "image": "fetch:1"}],
     }
     pods = by_worker(
-        build(tmp_path, *values(kinds={"trainer": {"pod": part}}), profiles=("multi-node",))
+        build(tmp_path, *values(kinds={"trainer": {"pod": pod_values}}), profiles=("multi-node",))
     )
     trainer, rollout = pods["trainer-0"], pods["rollout-0"]
     spec, metadata = trainer["spec"], trainer["metadata"]
@@ -85,7 +85,10 @@ def test_the_administrators_part_is_in_each_pod_of_a_kind(tmp_path: Path) -> Non
     assert metadata["labels"]["slipstream.dev/run"] == "run_0198", "the controller's labels win"
     assert metadata["annotations"]["a.example.com/b"] == "c"
     assert spec["nodeSelector"].items() >= {"gpu": "h200"}.items()
-    assert [each["key"] for each in spec["tolerations"]] == ["nvidia.com/gpu", "gpu-pool"]
+    assert [toleration["key"] for toleration in spec["tolerations"]] == [
+        "nvidia.com/gpu",
+        "gpu-pool",
+    ]
     assert (spec["priorityClassName"], spec["serviceAccountName"]) == ("training", "reads-buckets")
     (container,) = spec["containers"]
     assert DATASETS["volumeMounts"][0] in container["volumeMounts"]
@@ -200,11 +203,11 @@ def test_a_kind_without_workers_is_named() -> None:
 
 
 def test_a_part_must_not_replace_a_volume_of_the_pod(tmp_path: Path) -> None:
-    part = {"volumes": [{"name": "tmp", "emptyDir": {}}]}
+    pod_values = {"volumes": [{"name": "tmp", "emptyDir": {}}]}
     with pytest.raises(
         FailedPreconditionError, match=r"workers\.kinds\.trainer\.pod\.volumes.*tmp"
     ):
-        build(tmp_path, *values(kinds={"trainer": {"pod": part}}), profiles=("multi-node",))
+        build(tmp_path, *values(kinds={"trainer": {"pod": pod_values}}), profiles=("multi-node",))
 
 
 def test_workers_of_one_pod_keep_the_init_containers_of_all(tmp_path: Path) -> None:
@@ -214,16 +217,16 @@ def test_workers_of_one_pod_keep_the_init_containers_of_all(tmp_path: Path) -> N
     }
     arguments = (*values(kinds=kinds), "--set", "workers.topology=bundled")
     (pod,) = build(tmp_path, *arguments, profiles=("multi-node",), trainer={"world_size": 1})
-    assert [each["name"] for each in pod["spec"]["initContainers"]] == [
+    assert [container["name"] for container in pod["spec"]["initContainers"]] == [
         "for-trainer",
         "for-rollout",
     ]
 
 
 @pytest.mark.parametrize(
-    "part", [{"hostNetwork": True}, {"containers": [{"name": "a"}]}, {"securityContext": {}}]
+    "pod_values", [{"hostNetwork": True}, {"containers": [{"name": "a"}]}, {"securityContext": {}}]
 )
-def test_the_chart_knows_every_key_of_a_part(part: dict[str, Any]) -> None:
-    result = helm("template", "demo", str(CHART), *values(kinds={"trainer": {"pod": part}}))
+def test_the_chart_knows_every_key_of_a_part(pod_values: dict[str, Any]) -> None:
+    result = helm("template", "demo", str(CHART), *values(kinds={"trainer": {"pod": pod_values}}))
     assert result.returncode != 0
-    assert next(iter(part)) in result.stderr
+    assert next(iter(pod_values)) in result.stderr

@@ -104,8 +104,10 @@ def test_a_quota_counts_the_pods_of_the_projects_priority_class() -> None:
     (scope,) = quota["spec"]["scopeSelector"]["matchExpressions"]
     assert (scope["scopeName"], scope["values"]) == ("PriorityClass", ["vision"])
     validate_manifest(quota, "1.33")
-    kept = one(manifests, "Namespace", "train-workers")["metadata"]["annotations"]
-    assert kept == {"helm.sh/resource-policy": "keep"}, "the namespace has the project's claims"
+    annotations = one(manifests, "Namespace", "train-workers")["metadata"]["annotations"]
+    assert annotations == {"helm.sh/resource-policy": "keep"}, (
+        "the namespace has the project's claims"
+    )
     drainless = render(*arguments(vision=VISION), "--set", "controller.drain.enabled=false")
     verbs = one(drainless, "Role", "demo-slipstream-controller")["rules"][0]["verbs"]
     assert "patch" in verbs, "to release pods from the project's queue"
@@ -224,11 +226,11 @@ def test_pods_of_a_project_are_in_its_namespace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "part"),
+    ("values", "name_of_template"),
     [("workers.jobSet.enabled=true", "job_set"), ("workers.gang.scheduler=volcano", "pod_group")],
 )
 def test_groups_of_pods_are_in_the_namespace_of_the_pods(
-    tmp_path: Path, values: str, part: str
+    tmp_path: Path, values: str, name_of_template: str
 ) -> None:
     project = {"namespace": "vision"}
     config = one(
@@ -237,7 +239,7 @@ def test_groups_of_pods_are_in_the_namespace_of_the_pods(
     for name, text in config["data"].items():
         (tmp_path / name).write_text(text)
     for name, namespace in (("vision", "vision"), ("", "train-workers")):
-        template = getattr(load_templates(tmp_path, name), part)
+        template = getattr(load_templates(tmp_path, name), name_of_template)
         assert template["metadata"]["namespace"] == namespace
 
 

@@ -163,8 +163,8 @@ def assert_amounts(pods: list[Pod], spec: RunSpec, chosen: dict[str, Any]) -> No
             added = CRITIC if role == "critic" else PER_GPU
             for resource in ("cpu", "memory"):
                 amount = more(BASE[resource], added["requests"][resource], times=num_gpus)
-                asked = None if choice is None else getattr(choice, resource)
-                expected = amount if asked is None else str(asked)
+                quantity = None if choice is None else getattr(choice, resource)
+                expected = amount if quantity is None else str(quantity)
                 assert parse_quantity(requests[resource]) == parse_quantity(expected), role
             if choice is not None and choice.templates:
                 assert "datasets" in [volume["name"] for volume in pod["spec"]["volumes"]]

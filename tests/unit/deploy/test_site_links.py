@@ -44,9 +44,9 @@ def test_no_link_of_the_site_is_dead(tmp_path: Path) -> None:
             if parts.scheme or parts.netloc:
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            known = pages.get(target)
+            linked_page = pages.get(target)
             is_there = target.is_file() and (
-                known is None or unquote(parts.fragment) in known.anchors
+                linked_page is None or unquote(parts.fragment) in linked_page.anchors
             )
             if not is_there:
                 dead.append(f"{path.relative_to(tmp_path)}: {link}")

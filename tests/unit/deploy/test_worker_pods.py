@@ -49,20 +49,20 @@ def build(
 
 def gpus(pod: Pod) -> list[str]:
     """Returns the requested number of GPUs of each container of a pod."""
-    asked = []
+    counts = []
     for container in pod["spec"]["containers"]:
         resources = container["resources"]
         assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"]
-        asked.append(resources["limits"]["nvidia.com/gpu"])
-    return asked
+        counts.append(resources["limits"]["nvidia.com/gpu"])
+    return counts
 
 
 def sizes(pod: Pod) -> tuple[str, str, str, str]:
     """Returns requested processors and memory, the limit of memory, and the size of /dev/shm."""
     (container,) = pod["spec"]["containers"]
-    asked, limits = container["resources"]["requests"], container["resources"]["limits"]
+    requests, limits = container["resources"]["requests"], container["resources"]["limits"]
     (shm,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "shm"]
-    return asked["cpu"], asked["memory"], limits["memory"], shm["emptyDir"]["sizeLimit"]
+    return requests["cpu"], requests["memory"], limits["memory"], shm["emptyDir"]["sizeLimit"]
 
 
 def test_processors_and_memory_follow_the_gpus_of_a_pod(tmp_path: Path) -> None:
@@ -272,13 +272,13 @@ def test_rollouts_leave_the_slots_of_a_queue_to_workers_that_a_run_cannot_lack(
         topology=groups,
     )
     assert gang.join_kueue_slots(pods, size=3, num_members=1) == 3
-    found = {
+    group_by_pod = {
         pod["metadata"]["name"]: pod["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"]
         for pod in pods
     }
     extra = "run-0198-rollout-0"
     members = dict.fromkeys(("run-0198-trainer-0", "run-0198-ref-logp-0"), "run-0198")
-    assert found == members | {extra: extra}
+    assert group_by_pod == members | {extra: extra}
 
 
 def test_bundled_workers_ask_for_their_gpus_in_one_pod(tmp_path: Path) -> None:
@@ -288,8 +288,8 @@ def test_bundled_workers_ask_for_their_gpus_in_one_pod(tmp_path: Path) -> None:
 
 def test_workers_on_the_cpu_ask_for_no_gpu(tmp_path: Path) -> None:
     for pod in build(tmp_path, profiles=("cpu-smoke",), trainer={"world_size": 2}):
-        for part in ("requests", "limits"):
-            assert set(pod["spec"]["containers"][0]["resources"][part]) <= {
+        for section in ("requests", "limits"):
+            assert set(pod["spec"]["containers"][0]["resources"][section]) <= {
                 "cpu",
                 "memory",
                 "ephemeral-storage",
@@ -345,8 +345,8 @@ def test_a_trainer_of_several_nodes_is_one_indexed_job_of_a_job_set_where_asked(
     )
     template = load_templates(tmp_path).job_set
     assert template is not None
-    made = job_set.build_job_set(template, [pod for pod in pods if job_set.name_of(pod)])
-    metadata = made["metadata"]
+    body = job_set.build_job_set(template, [pod for pod in pods if job_set.name_of(pod)])
+    metadata = body["metadata"]
     assert (metadata["name"], metadata["namespace"]) == (
         "run-0198-trainer-0",
         "train-workers",
@@ -354,7 +354,7 @@ def test_a_trainer_of_several_nodes_is_one_indexed_job_of_a_job_set_where_asked(
     assert metadata["ownerReferences"] == [OWNER]
     assert metadata["labels"]["slipstream.dev/run"] == "run_0198"
     assert metadata["annotations"] == {"alpha.jobset.sigs.k8s.io/exclusive-topology": "rack"}
-    (job,) = made["spec"]["replicatedJobs"]
+    (job,) = body["spec"]["replicatedJobs"]
     validate_manifest(
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, **job["template"]},
         "1.35",
@@ -408,15 +408,15 @@ def test_three_nodes_of_pipeline_stages_are_one_gang_whose_ranks_meet_at_a_stabl
         assert pod["spec"]["subdomain"] == "demo-slipstream-workers"
     ((address, _),) = begins
     if templates.job_set is not None:
-        made = job_set.build_job_set(templates.job_set, nodes)
-        (job,) = made["spec"]["replicatedJobs"]
+        body = job_set.build_job_set(templates.job_set, nodes)
+        (job,) = body["spec"]["replicatedJobs"]
         spec = job["template"]["spec"]
         assert (spec["parallelism"], spec["completions"], spec["completionMode"]) == (
             3,
             3,
             "Indexed",
         )
-        assert (spec["backoffLimit"], made["spec"]["failurePolicy"]["maxRestarts"]) == (0, 0)
+        assert (spec["backoffLimit"], body["spec"]["failurePolicy"]["maxRestarts"]) == (0, 0)
         host = job_set.hostname(templates.job_set, "run-0198-trainer-0", 0)
     else:
         host = nodes[0]["spec"]["hostname"]
@@ -427,8 +427,8 @@ def test_three_nodes_of_pipeline_stages_are_one_gang_whose_ranks_meet_at_a_stabl
             metadata = pod["metadata"]
             assert (metadata["labels"][group], metadata["annotations"][total]) == ("run-0198", "4")
     if templates.pod_group is not None:
-        made = gang.build_pod_group(templates.pod_group, "run_0198", num_pods=4, owner=OWNER)
-        assert made["spec"]["minMember"] == 4
+        body = gang.build_pod_group(templates.pod_group, "run_0198", num_pods=4, owner=OWNER)
+        assert body["spec"]["minMember"] == 4
 
 
 def test_workers_of_one_node_are_plain_pods(tmp_path: Path) -> None:
@@ -456,16 +456,16 @@ def test_a_folder_outlives_its_pod_if_a_claim_holds_it(folder: str, is_kept: boo
     scratch = worker_templates(render())["trainer"]
     assert why_volatile(scratch, folder)
     claim = "workers.checkpoints.existingClaim=checkpoints"
-    kept = worker_templates(render("--set", claim))["trainer"]
-    assert (why_volatile(kept, folder) == "") == is_kept
+    template_with_claim = worker_templates(render("--set", claim))["trainer"]
+    assert (why_volatile(template_with_claim, folder) == "") == is_kept
 
 
 def test_a_volume_that_the_administrator_adds_to_trainers_outlives_their_pods() -> None:
-    part = {
+    pod_values = {
         "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}}],
         "volumeMounts": [{"name": "shared", "mountPath": "/shared"}],
     }
-    kinds = json.dumps({"trainer": {"pod": part}})
+    kinds = json.dumps({"trainer": {"pod": pod_values}})
     template = worker_templates(render("--set-json", f"workers.kinds={kinds}"))["trainer"]
     assert why_volatile(template, "/shared/run") == ""
     assert why_volatile(template, "/var/lib/slipstream")
@@ -477,12 +477,16 @@ def test_an_object_store_outlives_every_pod() -> None:
 
 def numbers(pods: list[Pod]) -> list[int]:
     """Returns all ports that pods listen on or meet at."""
-    found = []
-    for container in (each for pod in pods for each in pod["spec"]["containers"]):
-        found += [port["containerPort"] for port in container.get("ports", ())]
+    ports = []
+    for container in (
+        container_of_pod for pod in pods for container_of_pod in pod["spec"]["containers"]
+    ):
+        ports += [port["containerPort"] for port in container.get("ports", ())]
         command = container.get("command", ())
-        found += [int(part.partition("=")[2]) for part in command if "--master-port=" in part]
-    return found
+        ports += [
+            int(argument.partition("=")[2]) for argument in command if "--master-port=" in argument
+        ]
+    return ports
 
 
 @pytest.mark.parametrize("topology", ["separate", "bundled"])
@@ -578,7 +582,7 @@ def test_pods_of_a_run_are_one_group_of_a_gang_scheduler(
             metadata["labels"].get("scheduling.x-k8s.io/pod-group"),
             spec.get("schedulingGroup", {}).get("podGroupName"),
         ]
-        assert [each for each in references if each] == ["run-0198"]
+        assert [reference for reference in references if reference] == ["run-0198"]
         assert spec.get("schedulerName") == name
         if scheduler != "native":
             validate_manifest(pod, "1.35")
@@ -623,11 +627,11 @@ def test_gpus_and_other_devices_are_claimed_where_the_values_name_templates(tmp_
     pods = build(tmp_path, *values, profiles=("multi-node",), trainer={"world_size": 2})
     for pod, num_gpus in zip(pods, (2, 1, 1), strict=True):
         validate_manifest(pod, "1.35")
-        templates = [each["resourceClaimTemplateName"] for each in pod["spec"]["resourceClaims"]]
+        templates = [claim["resourceClaimTemplateName"] for claim in pod["spec"]["resourceClaims"]]
         assert templates == ["one-nic"] + num_gpus * ["one-gpu"]
         (container,) = pod["spec"]["containers"]
-        claimed = [each["name"] for each in container["resources"]["claims"]]
-        assert claimed == [each["name"] for each in pod["spec"]["resourceClaims"]]
+        claimed = [claim["name"] for claim in container["resources"]["claims"]]
+        assert claimed == [claim["name"] for claim in pod["spec"]["resourceClaims"]]
         assert "nvidia.com/gpu" not in container["resources"]["limits"]
 
 
@@ -640,6 +644,8 @@ def test_rollouts_that_share_the_trainers_gpus_share_its_claims(tmp_path: Path) 
         trainer={"world_size": 2}, topology={"placement": "colocated"},
     )  # fmt: skip
     validate_manifest(pod, "1.35")
-    trainer, *rollouts = [each["resources"]["claims"] for each in pod["spec"]["containers"]]
+    trainer, *rollouts = [
+        container["resources"]["claims"] for container in pod["spec"]["containers"]
+    ]
     assert len(trainer) == len(pod["spec"]["resourceClaims"]) == 2
     assert all(claims == trainer for claims in rollouts)

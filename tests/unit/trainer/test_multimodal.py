@@ -179,8 +179,8 @@ def test_other_prefixes_of_language_models_are_found(
 def test_a_file_without_a_part_of_the_language_model_is_refused(tmp_path: Path) -> None:
     _saved("qwen3_vl", tmp_path)
     path = tmp_path / "model.safetensors"
-    held = load_file(path)
-    save_file({n: v for n, v in held.items() if ".layers.2." not in n}, path)
+    weights = load_file(path)
+    save_file({n: v for n, v in weights.items() if ".layers.2." not in n}, path)
     spec = ModelSpec(path=str(tmp_path), tokenizer=_SYMBOLS)
     with pytest.raises(ValueError, match=r"model\.path"):
         load_model(spec, load_tokenizer(spec), dtype=torch.float32, device="cpu")

@@ -201,13 +201,13 @@ def test_members_that_are_compared_are_left_out_together() -> None:
     groups = share.samples.rows // 4
     samples = replace(share.samples, groups=groups).with_tokens(ref_logprobs=scores)
     unscored, plan = without_unscored(samples, share.plan)
-    gone = (groups == groups[5]).nonzero().flatten().tolist()
-    assert list(plan.left_out) == gone
-    assert len(gone) == 4
-    left = sorted(i for micros in plan.updates for micro in micros for i in micro)
-    assert left == [i for i in range(len(groups)) if i not in gone]
+    left_out = (groups == groups[5]).nonzero().flatten().tolist()
+    assert list(plan.left_out) == left_out
+    assert len(left_out) == 4
+    remaining = sorted(i for micros in plan.updates for micro in micros for i in micro)
+    assert remaining == [i for i in range(len(groups)) if i not in left_out]
     assert not unscored.tokens["ref_logprobs"].any()
-    assert not unscored.tokens["loss_mask"][unscored.places(gone)].any()
+    assert not unscored.tokens["loss_mask"][unscored.places(left_out)].any()
 
 
 def test_processes_that_start_again_know_what_did_not_fit(tmp_path: Path) -> None:

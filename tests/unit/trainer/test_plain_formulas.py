@@ -128,8 +128,8 @@ def _split(
     objective = Objective(spec, correction=correction, horizon=HORIZON)
     counts = samples.segments.count(samples.tokens["loss_mask"])
     total = torch.zeros((), dtype=torch.float64)
-    for part in range(parts):
-        positions = [i for i in range(len(batch.groups)) if i % parts == part]
+    for index in range(parts):
+        positions = [i for i in range(len(batch.groups)) if i % parts == index]
         places = samples.places(positions)
         total = total + objective(
             logprobs[places],

@@ -127,7 +127,7 @@ def test_groups_that_are_compared_are_never_divided(shares: bool) -> None:
 def test_micro_batches_hold_no_more_than_their_budget() -> None:
     for seed in range(25):
         rng = random.Random(seed)
-        sequences = sharing_keys(*(part.unbind() for part in random_trie(rng, vocabulary=97)))
+        sequences = sharing_keys(*(columns.unbind() for columns in random_trie(rng, vocabulary=97)))
         budget = rng.randint(8, 60)
         batches = micro_batches(sequences, budget, shares=True)
         assert sorted(index for micro in batches for index in micro) == [*range(len(sequences))]

@@ -102,7 +102,7 @@ def test_rollouts_and_the_export_have_the_base_of_the_trainer(kind, tmp_path: Pa
     rank = rank_of(spec, policy, queue, root=tmp_path / "checkpoints")
     rank.train(StepCommand(1, queue.meta))
     merged = dict(WeightExport(policy, dtype=torch.float32).weight_tensors())
-    sent = dict(WeightExport(policy, dtype=torch.float32, sends_adapters=True).weight_tensors())
+    tensors = dict(WeightExport(policy, dtype=torch.float32, sends_adapters=True).weight_tensors())
     config = load_config(spec.model, load_tokenizer(spec.model))
     frozen = FrozenWeights(
         spec.model,
@@ -111,8 +111,8 @@ def test_rollouts_and_the_export_have_the_base_of_the_trainer(kind, tmp_path: Pa
         device=CPU,
         base_dtype=kind,
     )
-    frozen.check(sent)
-    arrived = frozen.merged(sent)
+    frozen.check(tensors)
+    arrived = frozen.merged(tensors)
     assert arrived.keys() == merged.keys()
     assert all(torch.equal(arrived[name], value) for name, value in merged.items())
 
@@ -122,7 +122,7 @@ def test_rollouts_and_the_export_have_the_base_of_the_trainer(kind, tmp_path: Pa
     assert all(torch.equal(exported[name], value) for name, value in merged.items())
 
     unrounded = FrozenWeights(spec.model, config, dtype=torch.float32, device=CPU)
-    assert not torch.equal(unrounded._digest, sent[FROZEN_DIGEST])
+    assert not torch.equal(unrounded._digest, tensors[FROZEN_DIGEST])
 
 
 def test_a_rank_holds_the_base_quantized_and_the_plan_counts_it(tmp_path: Path) -> None:
@@ -149,13 +149,15 @@ def test_a_rank_holds_the_base_quantized_and_the_plan_counts_it(tmp_path: Path) 
         config = load_config(spec.model, load_tokenizer(spec.model))
         parts = trainer_memory(fitted_to_gpu(spec, settings, device=CPU), config, gpu_bytes=10**12)
         assert parts.parts["weights, frozen"] == sum(tensor.nbytes for tensor in (*frozen, *packed))
-        held = _policy(spec, is_packed=False)
-        whole = {name: value for name, value in held.model.named_parameters() if "lora" not in name}
+        policy = _policy(spec, is_packed=False)
+        whole = {
+            name: value for name, value in policy.model.named_parameters() if "lora" not in name
+        }
         arrived = dict(WeightExport(module, dtype=torch.bfloat16).weight_tensors())
         for name, value in whole.items():
             plain = name.replace(".base_layer.", ".")
             assert torch.equal(arrived[plain], value.bfloat16()), name
-        adapters = sum(p.numel() for n, p in held.model.named_parameters() if "lora" in n)
+        adapters = sum(p.numel() for n, p in policy.model.named_parameters() if "lora" in n)
         layers = sum(value.numel() for name, value in whole.items() if ".layers." in name)
         assert active_weights(module, config) == layers + adapters
     finally:

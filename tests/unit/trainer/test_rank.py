@@ -443,8 +443,10 @@ def test_a_group_whose_greedy_response_failed_does_not_train_under_remax() -> No
     queue.meta.tags["greedy"] = (1, 0, 0, 0) * 4  # type: ignore[index]
     whole = rank_of(spec, policy_of(spec), queue).train(StepCommand(1, queue.meta)).metrics
     lengths = queue.fields["response_mask"].lengths
-    lost = int(queue.fields["response_mask"].values[int(lengths[0]) : int(lengths[:4].sum())].sum())
+    num_untrained = int(
+        queue.fields["response_mask"].values[int(lengths[0]) : int(lengths[:4].sum())].sum()
+    )
     queue.meta.tags["finish_reason"] = ("failed", *("stop",) * 15)  # type: ignore[index]
     result = rank_of(spec, policy, queue).train(StepCommand(1, queue.meta))
     assert not result.skipped
-    assert result.metrics["trained_tokens"] == whole["trained_tokens"] - lost
+    assert result.metrics["trained_tokens"] == whole["trained_tokens"] - num_untrained

@@ -63,7 +63,7 @@ def test_replaying_a_policys_own_choice_changes_nothing(family: str) -> None:
     actual, _ = replaying(_packed(Jagged(reported.values.flip(2), reported.lengths)))
     actual.sum().backward()
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-    gradients = {name: each.grad for name, each in replaying.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in replaying.named_parameters()}
     for name, parameter in own_policy.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-4)
     differs, is_known = replaying.routing.differences()
@@ -78,7 +78,7 @@ def test_a_replayed_choice_is_that_of_the_engine_and_trains_the_router(family: s
     missing = _shape(policy).missing
     reported.values[3:5] = missing
     logprobs, _ = policy(_packed(reported))
-    chosen = torch.stack([policy.routing._chosen[place] for place in range(num_layers)], 1)
+    chosen = torch.stack([policy.routing._chosen[layer] for layer in range(num_layers)], 1)
     is_known = (reported.values != missing).all(2).all(1)
     assert torch.equal(chosen[is_known], reported.values[is_known].long())
     assert chosen.shape == (18, num_layers, num_chosen)
@@ -103,7 +103,7 @@ def test_compared_choices_are_not_taken() -> None:
 def test_the_balancing_loss_is_that_of_the_models_own_training(family: str) -> None:
     policy = _policy(family)
     policy(_packed())
-    logits = tuple(policy.routing._logits[place] for place in sorted(policy.routing._logits))
+    logits = tuple(policy.routing._logits[layer] for layer in sorted(policy.routing._logits))
     expected = load_balancing_loss_func(logits, 8, 3)
     torch.testing.assert_close(policy.routing.balance_loss(), expected)
 
@@ -143,8 +143,8 @@ def test_tokens_are_shared_only_where_their_experts_are_the_same_too(seed: int) 
     ]
     for rows in reported:
         if len(rows) > 2 and rng.random() < 0.5:
-            place = rng.randrange(len(rows))
-            rows[place] = rows[place].flip(0)  # only this sequence has other experts
+            index = rng.randrange(len(rows))
+            rows[index] = rows[index].flip(0)  # only this sequence has other experts
     experts = Jagged.from_list(reported)
     passes = []
     for shares in (False, True):

@@ -121,9 +121,9 @@ def test_experts_and_masks_follow_their_tokens_into_each_sequence() -> None:
             ),
         )
 
-    one = (observed((5, 6)), turn((7, 8), 10, 3))
+    several_turns = (observed((5, 6)), turn((7, 8), 10, 3))
     other = (observed((9,)), turn((3, 4, 5), 20, 3))
-    prompt, *turns = flattened([one, other])
+    prompt, *turns = flattened([several_turns, other])
     sample = Sample(
         member=0,
         prompt_ids=prompt.token_ids,
@@ -187,8 +187,8 @@ def test_what_tokens_earned_is_credited_to_them_where_the_advantage_goes_by_toke
     assign(samples, cohort, kl_coefficient=0.0)
     (batch,) = batches
     assert torch.allclose(batch.scores, rewards.double())
-    own = samples.tokens["token_rewards"].double()
+    token_rewards = samples.tokens["token_rewards"].double()
     outcome = samples.segments.expand(
         queue.fields["rewards"].values.double()[samples.rows]
     ) * samples.segments.last(samples.tokens["response_mask"])
-    assert torch.allclose(batch.rewards, own + outcome, atol=1e-6)
+    assert torch.allclose(batch.rewards, token_rewards + outcome, atol=1e-6)

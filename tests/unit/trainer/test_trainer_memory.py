@@ -74,8 +74,8 @@ def test_parameters_are_counted_with_tied_ones_once():
 
 def test_optimizer_and_weights_are_shared_out():
     one_rank, four = memory_of(), memory_of(world_size=4)
-    for part in ("weights, float32", "optimizer", "gradients"):
-        assert four.parts[part] == pytest.approx(one_rank.parts[part] / 4)
+    for name in ("weights, float32", "optimizer", "gradients"):
+        assert four.parts[name] == pytest.approx(one_rank.parts[name] / 4)
     assert (
         four.parts["weights gathered for a forward pass"]
         < one_rank.parts["weights gathered for a forward pass"]
@@ -83,15 +83,15 @@ def test_optimizer_and_weights_are_shared_out():
 
 
 @pytest.mark.parametrize(
-    ("trainer", "part"),
+    ("trainer", "name"),
     [
         ({"activation_checkpointing": True}, "activations"),
         ({"tokens_per_micro_batch": 8_192}, "activations"),
         ({"lora": {"rank": 8}}, "optimizer"),
     ],
 )
-def test_what_saves_memory_saves_it(trainer, part):
-    assert memory_of(**trainer).parts[part] < 0.5 * memory_of().parts[part]
+def test_what_saves_memory_saves_it(trainer, name):
+    assert memory_of(**trainer).parts[name] < 0.5 * memory_of().parts[name]
 
 
 def test_moments_in_8_bits_take_two_bytes_a_parameter():
@@ -171,8 +171,8 @@ def test_stages_hold_all_micro_batches_of_an_update_that_has_fewer_than_stages()
         "qwen2", vocab_size=128, hidden_size=1024, num_hidden_layers=8, num_attention_heads=8
     )
     spec = spec_with(trainer={"engine": "stages", "world_size": 4, "pipeline_parallel": 4})
-    held = [stage.num_packs for stage in _stages(ConfigKey(config), 4)]
-    assert held == [4, 3, 3, 3]
+    num_packs = [stage.num_packs for stage in _stages(ConfigKey(config), 4)]
+    assert num_packs == [4, 3, 3, 3]
     assert trainer_memory(spec, config, gpu_bytes=10**11).used > 0
 
 

@@ -252,7 +252,7 @@ def stored(
             ]
         )
         turns = {**first.turns, start: second.given}
-        turns |= {start + place: turn for place, turn in second.turns.items()}
+        turns |= {start + position: turn for position, turn in second.turns.items()}
         inputs.append(SampleInputs(first.given, decode_bundles(encode_bundles(turns))))
     fields = {
         "prompt_ids": Jagged.from_list([torch.tensor(first.prompt) for first, _ in samples]),

@@ -169,14 +169,14 @@ def test_every_operator_of_a_layer_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     }
 
 
-@pytest.mark.parametrize("found", ["0.32.0", None])
+@pytest.mark.parametrize("installed_version", ["0.32.0", None])
 def test_an_environment_with_another_vllm_or_none_is_refused(
-    monkeypatch: pytest.MonkeyPatch, found: str | None
+    monkeypatch: pytest.MonkeyPatch, installed_version: str | None
 ) -> None:
     def version(_: str) -> str:
-        if found is None:
+        if installed_version is None:
             raise PackageNotFoundError
-        return found
+        return installed_version
 
     monkeypatch.setattr(vllm_operators, "version", version)
     model = Subject({"model_type": "llama", **_SHAPE}).model()

@@ -72,9 +72,9 @@ class Everybody(Users):
 async def test_a_fleet_that_starts_at_once_is_admitted():
     users = Everybody()
     api = RunApi(None, None, None, users, Unlimited())
-    one = [api.authenticate("Bearer one", "10.0.0.1") for _ in range(120)]
-    each = [api.authenticate(f"Bearer {number}", "10.0.0.1") for number in range(120)]
-    answers = await asyncio.gather(*one, *each)
+    same_token = [api.authenticate("Bearer one", "10.0.0.1") for _ in range(120)]
+    different_tokens = [api.authenticate(f"Bearer {number}", "10.0.0.1") for number in range(120)]
+    answers = await asyncio.gather(*same_token, *different_tokens)
     assert [who.name for who in answers[120:]] == [f"Bearer {number}" for number in range(120)]
     assert users.num_asked == 121
 

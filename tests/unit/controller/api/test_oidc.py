@@ -69,14 +69,14 @@ def test_a_token_that_is_no_web_token_is_not_called_a_broken_one(issuer):
 
 
 def test_a_token_gives_name_project_and_role(issuer):
-    found = provider_at(issuer).authenticate(header(issuer))
-    assert found == Principal(name="ann", project="blue", role="operator")
+    principal = provider_at(issuer).authenticate(header(issuer))
+    assert principal == Principal(name="ann", project="blue", role="operator")
 
 
 def test_roles_may_be_inside_an_object(issuer):
     token = header(issuer, realm_access={"roles": ["offline", "red:viewer"]})
-    found = provider_at(issuer, "realm_access.roles").authenticate(token)
-    assert (found.project, found.role) == ("red", "viewer")
+    principal = provider_at(issuer, "realm_access.roles").authenticate(token)
+    assert (principal.project, principal.role) == ("red", "viewer")
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_a_token_without_one_role_in_one_project_may_do_nothing(issuer, roles):
     ],
 )
 def test_of_several_roles_in_a_project_the_highest_holds(issuer, roles):
-    found = provider_at(issuer).authenticate(header(issuer, slipstream_roles=roles))
-    assert (found.project, found.role) == ("blue", "admin")
+    principal = provider_at(issuer).authenticate(header(issuer, slipstream_roles=roles))
+    assert (principal.project, principal.role) == ("blue", "admin")
 
 
 def test_a_provider_that_is_away_is_not_a_wrong_token(issuer):

@@ -24,12 +24,12 @@ class Clock:
 
 
 def limits_that(clock, **limits):
-    known = {"default": Limits(max_active_runs=1, max_queued_runs=1, **limits)}
+    limits_by_project = {"default": Limits(max_active_runs=1, max_queued_runs=1, **limits)}
 
     async def limits_of(project):
-        return known.get(project, Limits(max_active_runs=1, max_queued_runs=1))
+        return limits_by_project.get(project, Limits(max_active_runs=1, max_queued_runs=1))
 
-    return RequestLimits(limits_of, clock=clock), known
+    return RequestLimits(limits_of, clock=clock), limits_by_project
 
 
 async def num_admitted(limits, count, project="default"):
@@ -72,9 +72,9 @@ async def test_projects_do_not_take_from_each_other_and_no_limit_is_none():
 
 async def test_a_limit_that_is_changed_holds_some_seconds_later():
     clock = Clock()
-    limits, known = limits_that(clock, max_requests_per_second=1)
+    limits, limits_by_project = limits_that(clock, max_requests_per_second=1)
     await num_admitted(limits, 5)
-    known["default"] = Limits(max_active_runs=1, max_queued_runs=1)
+    limits_by_project["default"] = Limits(max_active_runs=1, max_queued_runs=1)
     assert await num_admitted(limits, 5) == 0
     clock.now += 6.0
     assert await num_admitted(limits, 50) == 50

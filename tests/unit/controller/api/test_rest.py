@@ -23,10 +23,10 @@ async def test_a_run_is_submitted_read_and_cancelled(api):
     created = await api.post("/v1/runs", json=SPEC)
     assert created.status_code == 201
     path = created.headers["Location"]
-    found = await api.get(path)
-    assert found.json()["state"] in ("QUEUED", "STARTING")
+    response = await api.get(path)
+    assert response.json()["state"] in ("QUEUED", "STARTING")
     assert (
-        await api.get(path, headers={"If-None-Match": found.headers["ETag"]})
+        await api.get(path, headers={"If-None-Match": response.headers["ETag"]})
     ).status_code == 304
     assert (await api.post(f"{path}/cancel")).json()["state"] in ("CANCELLING", "CANCELLED")
 
@@ -150,13 +150,13 @@ async def test_control_characters_are_rejected_wherever_texts_are_stored_or_soug
 
 @pytest.mark.postgresql
 async def test_labels_and_priority_come_with_the_submission(api):
-    asked = {"label": ["team=blue", "note=a=b"], "priority": 7}
+    parameters = {"label": ["team=blue", "note=a=b"], "priority": 7}
     headers = {"Idempotency-Key": "k"}
-    run = (await api.post("/v1/runs", json=SPEC, params=asked, headers=headers)).json()
+    run = (await api.post("/v1/runs", json=SPEC, params=parameters, headers=headers)).json()
     assert (run["labels"], run["priority"]) == ({"team": "blue", "note": "a=b"}, 7)
     listed = (await api.get("/v1/runs", params={"label": "note=a=b"})).json()["items"]
     assert [item["id"] for item in listed] == [run["id"]]
-    again = await api.post("/v1/runs", json=SPEC, params=asked, headers=headers)
+    again = await api.post("/v1/runs", json=SPEC, params=parameters, headers=headers)
     assert (again.status_code, again.json()["id"]) == (200, run["id"])
     other = await api.post("/v1/runs", json=SPEC, params={"label": "team=red"}, headers=headers)
     assert other.json()["code"] == "idempotency_key_reused"
@@ -172,14 +172,16 @@ async def test_only_ended_runs_are_deleted(api):
     assert (refused.status_code, refused.json()["code"]) == (409, "not_terminal")
     await api.post(f"{path}/cancel")
     await api.get(f"{path}/events/stream")
-    found = await api.get(path)
-    assert (await api.delete(path, headers={"If-Match": found.headers["ETag"]})).status_code == 204
+    response = await api.get(path)
+    assert (
+        await api.delete(path, headers={"If-Match": response.headers["ETag"]})
+    ).status_code == 204
     assert (await api.get(path)).status_code == 404
 
 
 @pytest.mark.postgresql
 async def test_the_logs_of_a_deleted_run_are_deleted_and_its_checkpoints_stay(api, tmp_path):
-    kept = []
+    folders = []
     for number in range(2):
         run_id = (await api.post("/v1/runs", json=named(number))).json()["id"]
         await api.post(f"/v1/runs/{run_id}/cancel")
@@ -188,12 +190,12 @@ async def test_the_logs_of_a_deleted_run_are_deleted_and_its_checkpoints_stay(ap
         (tmp_path / run_id / "logs" / "trainer-0.log").write_text("a secret\n")
         if number:
             (tmp_path / run_id / "checkpoints").mkdir()
-            kept.append(tmp_path / run_id / "checkpoints")
+            folders.append(tmp_path / run_id / "checkpoints")
         etag = (await api.get(f"/v1/runs/{run_id}")).headers["ETag"]
         deleted = await api.delete(f"/v1/runs/{run_id}", headers={"If-Match": etag})
         assert deleted.status_code == 204
-    assert [*tmp_path.glob("run_*/*")] == kept
-    assert [*tmp_path.glob("run_*")] == [kept[0].parent]
+    assert [*tmp_path.glob("run_*/*")] == folders
+    assert [*tmp_path.glob("run_*")] == [folders[0].parent]
 
 
 async def test_pages_follow_each_other(api):
@@ -252,12 +254,12 @@ async def test_problems_have_codes(api):
 async def test_tokens_separate_projects_and_roles(manager, database, tmp_path):
     tokens = TokenStore(database)
     ours = tokens.create(name="ann", project="blue", role="operator")
-    seen = tokens.create(name="bob", project="blue", role="viewer")
+    viewer_token = tokens.create(name="bob", project="blue", role="viewer")
     theirs = tokens.create(name="eve", project="red", role="admin")
     async with client_of(manager, database, tmp_path, tokens, ours) as client:
         path = (await client.post("/v1/runs", json=SPEC)).headers["Location"]
         assert (await client.get(path)).json()["created_by"] == "ann"
-    async with client_of(manager, database, tmp_path, tokens, seen) as client:
+    async with client_of(manager, database, tmp_path, tokens, viewer_token) as client:
         assert (await client.get(path)).status_code == 200
         assert (await client.post(f"{path}/cancel")).status_code == 403
     async with client_of(manager, database, tmp_path, tokens, theirs) as client:
@@ -585,11 +587,11 @@ async def test_a_fleet_shows_the_ids_of_the_projects_own_runs_only(database, tmp
     async with open_manager(database) as manager:
         fleets = _Fleets("run_" + "0" * 32)
         async with client_of(manager, database, tmp_path, fleets=fleets) as client:
-            own = (await client.post("/v1/runs", json=SPEC)).json()["id"]
-            fleets.run_ids = (own, *fleets.run_ids)
+            own_run = (await client.post("/v1/runs", json=SPEC)).json()["id"]
+            fleets.run_ids = (own_run, *fleets.run_ids)
             (fleet,) = (await client.get("/v1/fleets")).json()["items"]
             assert (await client.get("/v1/fleets/shared")).json() == fleet
-    assert [run["run_id"] for run in fleet["servers"][0]["runs"]] == [own, None]
+    assert [run["run_id"] for run in fleet["servers"][0]["runs"]] == [own_run, None]
 
 
 async def test_a_run_is_created_with_the_servers_of_its_fleet(database, tmp_path):

@@ -107,10 +107,10 @@ async def test_both_faces_show_the_same_runs(both):
     run_id = created.name.removeprefix("runs/")
     assert re.fullmatch("run_[0-9a-f]{32}", run_id)
     path = f"/v1/runs/{run_id}"
-    seen = (await rest.get(path)).json()
-    found = await call(stub.GetRun, pb.GetRunRequest(name=created.name))
-    assert json.loads(found.spec_json) == seen["spec"]
-    assert (found.project, found.created_by) == (seen["project"], seen["created_by"])
+    rest_run = (await rest.get(path)).json()
+    grpc_run = await call(stub.GetRun, pb.GetRunRequest(name=created.name))
+    assert json.loads(grpc_run.spec_json) == rest_run["spec"]
+    assert (grpc_run.project, grpc_run.created_by) == (rest_run["project"], rest_run["created_by"])
     listed = await call(stub.ListRuns, pb.ListRunsRequest(run_name="one"))
     assert [run.name for run in listed.runs] == [created.name]
     events = await call(stub.ListEvents, pb.ListEventsRequest(name=created.name))
@@ -222,7 +222,7 @@ async def test_a_run_goes_through_its_life_over_grpc(both):
 
 async def test_grpc_asks_for_the_same_tokens(manager, database, tmp_path):
     tokens = TokenStore(database)
-    seen = tokens.create(name="bob", project="blue", role="viewer")
+    viewer_token = tokens.create(name="bob", project="blue", role="viewer")
     logs = RunLogs(tmp_path, manager.is_ended)
     limits = RequestLimits(manager.limits)
     api = RunApi(manager, RunAudit(database), logs, tokens, limits)
@@ -238,7 +238,7 @@ async def test_grpc_asks_for_the_same_tokens(manager, database, tmp_path):
         stub = run_pb2_grpc.RunServiceStub(channel)
         with pytest.raises(UnauthenticatedError):
             await call(stub.ListRuns, pb.ListRunsRequest())
-        metadata = (("authorization", f"Bearer {seen}"),)
+        metadata = (("authorization", f"Bearer {viewer_token}"),)
         assert not (await stub.ListRuns(pb.ListRunsRequest(), metadata=metadata)).runs
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.CreateRun(pb.CreateRunRequest(spec_json=json.dumps(SPEC)), metadata=metadata)
@@ -247,14 +247,14 @@ async def test_grpc_asks_for_the_same_tokens(manager, database, tmp_path):
 
 async def test_a_caller_that_leaves_does_not_stop_its_command_halfway(both, manager, database):
     stub, _ = both
-    held, released = threading.Event(), threading.Event()
+    is_held, released = threading.Event(), threading.Event()
 
     def hold() -> None:
-        held.set()
+        is_held.set()
         released.wait()
 
     holding = asyncio.create_task(database.run(hold))
-    await asyncio.to_thread(held.wait)  # from now on, only the command can be in the queue
+    await asyncio.to_thread(is_held.wait)  # from now on, only the command can be in the queue
     creating = stub.CreateRun(pb.CreateRunRequest(spec_json=json.dumps(SPEC)))
     while not database._thread._work_queue.qsize():  # noqa: ASYNC110 -- a queue of a thread has no awaitable
         await asyncio.sleep(0.01)

@@ -62,9 +62,9 @@ async def test_it_ends_when_the_token_is_revoked(users, tokens, database, genera
     for _ in range(generations):
         token = await signed_in(users, tokens, token)
     tokens.revoke("ann")
-    for each in (first, token):
+    for bearer_token in (first, token):
         with pytest.raises(UnauthenticatedError):
-            tokens.authenticate(f"Bearer {each}")
+            tokens.authenticate(f"Bearer {bearer_token}")
 
 
 async def test_a_link_is_void_when_its_token_has_ended(users, tokens):
@@ -81,13 +81,13 @@ async def test_one_user_cannot_fill_the_memory_with_links_or_void_those_of_other
     ann = await users.authenticate(f"Bearer {tokens.create(**ADMIN)}", "")
     bob = await users.authenticate(f"Bearer {tokens.create(**ADMIN | {'name': 'bob'})}", "")
     of_bob = links.make(bob)
-    made = [links.make(ann) for _ in range(200)]
+    links_of_ann = [links.make(ann) for _ in range(200)]
     assert len(links._codes) < 50
-    for link, user in ((made[-1], "ann"), (of_bob, "bob")):
+    for link, user in ((links_of_ann[-1], "ann"), (of_bob, "bob")):
         token = (await links.sign_in(link.path.partition("code=")[2])).token
         assert tokens.authenticate(f"Bearer {token}").name == user
     with pytest.raises(UnauthenticatedError):
-        await links.sign_in(made[0].path.partition("code=")[2])
+        await links.sign_in(links_of_ann[0].path.partition("code=")[2])
 
 
 def test_tokens_of_browsers_do_not_fill_the_database(tokens, monkeypatch):

@@ -40,7 +40,7 @@ async def test_all_events_that_wait_are_read_at_once():
     subscription = Subscription()
     for seq in (1, 2):
         subscription.offer(event(seq))
-    assert [found.seq for found in await subscription.next()] == [1, 2]
+    assert [event.seq for event in await subscription.next()] == [1, 2]
 
 
 async def test_a_reader_gets_heartbeats_without_events(monkeypatch):

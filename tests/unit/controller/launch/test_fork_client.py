@@ -138,12 +138,12 @@ async def test_a_start_that_is_called_off_leaves_no_worker(environment, tmp_path
     async with open_fork_server(environment, ["slow"]) as forks:
         called_off = asyncio.ensure_future(forks.start("waiting", {}, log))
         await asyncio.sleep(0)
-        kept = asyncio.ensure_future(forks.start("waiting", {}, log))
+        starting = asyncio.ensure_future(forks.start("waiting", {}, log))
         await asyncio.sleep(0.05)
         called_off.cancel()
         await asyncio.wait([called_off])
         go.touch()
-        worker = await kept
+        worker = await starting
         (server,) = servers()
         await until(lambda: [child.pid for child in server.children()] == [worker.pid])
         worker.send_signal(signal.SIGKILL)

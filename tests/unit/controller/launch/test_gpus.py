@@ -102,10 +102,10 @@ def test_a_rollout_that_samples_nothing_has_no_gpu():
         "algorithm": "sft",
         "trainer": {"steps": 1, "prompts_per_step": 2, "world_size": 2},
     }
-    found = parse_spec(spec)
-    assert gpu_needs(found) == {"trainer-0": 2, "rollout-0": 0}
-    assert total_gpus(found) == 2
-    assert HostGpus(["0", "1"]).assign("run", gpu_needs(found))["rollout-0"] == ()
+    parsed_spec = parse_spec(spec)
+    assert gpu_needs(parsed_spec) == {"trainer-0": 2, "rollout-0": 0}
+    assert total_gpus(parsed_spec) == 2
+    assert HostGpus(["0", "1"]).assign("run", gpu_needs(parsed_spec))["rollout-0"] == ()
     evaluated = parse_spec({**spec, "data": {**spec["data"], "heldout": rows}})
     assert gpu_needs(evaluated) == {"trainer-0": 2, "rollout-0": 1}
 

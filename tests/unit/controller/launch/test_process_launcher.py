@@ -227,8 +227,10 @@ def test_ranks_rendezvous_at_a_reserved_port():
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     places = [process._places(2) for _ in range(20)]
     ports = [{rank["MASTER_PORT"] for rank in ranks} for ranks in places]
-    assert all(len(found) == 1 for found in ports), "all ranks of a worker meet at one"
-    assert max(int(port) for found in ports for port in found) < first
+    assert all(len(worker_ports) == 1 for worker_ports in ports), (
+        "all ranks of a worker meet at one"
+    )
+    assert max(int(port) for worker_ports in ports for port in worker_ports) < first
 
 
 @pytest.mark.parametrize(
@@ -247,6 +249,6 @@ async def test_a_rollout_with_gpus_knows_its_engine_before_the_specification(
     spec = RunSpec.model_validate({**SPEC, "rollout": rollout})
     async with TaskGroup() as tasks:
         await launcher_of(tmp_path, tasks, orders, gpus=gpus).start("run_a", spec)
-    given = {name: environment for name, (_, environment) in orders.given.items()}
-    assert given["rollout-0"].get("SLIPSTREAM_ROLLOUT_ENGINE") == engine
-    assert "SLIPSTREAM_TRAINER_ENGINE" not in given["trainer-0"]
+    environments = {name: environment for name, (_, environment) in orders.given.items()}
+    assert environments["rollout-0"].get("SLIPSTREAM_ROLLOUT_ENGINE") == engine
+    assert "SLIPSTREAM_TRAINER_ENGINE" not in environments["trainer-0"]

@@ -20,12 +20,12 @@ def event(seq: int) -> Event:
 
 async def read(feed: EventFeed, after_seq: int, last: int) -> list[int]:
     """Reads events of the run until the number ``last``, and returns their numbers."""
-    seen: list[int] = []
+    numbers: list[int] = []
     async for events in feed.watch(RUN, after_seq):
-        seen += [event.seq for event in events]
-        if last in seen:
-            return seen
-    return seen
+        numbers += [event.seq for event in events]
+        if last in numbers:
+            return numbers
+    return numbers
 
 
 async def test_every_reader_gets_every_event_in_order_however_many_read(database):

@@ -30,10 +30,10 @@ async def test_the_memory_of_a_tail_does_not_grow_with_the_number_of_workers(tmp
         (folder / f"rollout-{number}.log").write_text("a line of a log\n" * 2_500)
     tracemalloc.start()
     try:
-        found = 0
+        num_lines = 0
         async for lines in logs_of(tmp_path).tail(RUN, "", 2_500):
-            found += len(lines)
-        assert found == 75_000
+            num_lines += len(lines)
+        assert num_lines == 75_000
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
@@ -51,28 +51,28 @@ async def test_a_reader_that_leaves_between_two_lines_resumes_at_the_next_one(tm
         (folder / f"rollout-{number}.log").write_text("".join(f"{number}.{i}\n" for i in range(50)))
     expected = {f"{number}.{i}" for number in range(3) for i in range(50)}
     logs = logs_of(tmp_path)
-    seen, cursor = [], ""
+    numbers, cursor = [], ""
     for stop_after in (7, 61, 1000):
         count = 0
         async for batch in logs.follow(RUN, "", 100, cursor):
             for id_, line in batch:
-                seen.append(line.line)
+                numbers.append(line.line)
                 cursor = id_ or cursor
                 count += 1
                 if count == stop_after:
                     break
             if count == stop_after:
                 break
-    assert {*seen} == expected
+    assert {*numbers} == expected
 
 
 async def test_all_lines_of_an_ended_run_come_before_the_end(tmp_path, folder):
     text = "".join(f"{i} {'x' * 90}\n" for i in range(40_000))
     (folder / "trainer-0.log").write_text(text)
     cursor = "trainer-0:0"
-    seen = [
+    numbers = [
         int(re.match(r"\d+", line.line)[0])
         async for batch in logs_of(tmp_path).follow(RUN, "", 0, cursor)
         for _, line in batch
     ]
-    assert seen == [*range(40_000)]
+    assert numbers == [*range(40_000)]

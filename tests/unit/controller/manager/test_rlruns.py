@@ -69,8 +69,8 @@ async def serving(
         try:
             yield manager
         finally:
-            for each in some:
-                each.cancel()
+            for task in some:
+                task.cancel()
 
 
 @pytest.fixture
@@ -93,9 +93,9 @@ async def reached(
 
     def status() -> dict[str, Any]:
         body = api.get(namespace, name) or {}
-        found = body.get("status", {})
-        is_current = found.get("observedGeneration") == body.get("metadata", {}).get("generation")
-        return found if is_current and found.get("phase") in phases else {}
+        status = body.get("status", {})
+        is_current = status.get("observedGeneration") == body.get("metadata", {}).get("generation")
+        return status if is_current and status.get("phase") in phases else {}
 
     await until(status)
     return status()
@@ -103,10 +103,10 @@ async def reached(
 
 def rejection(status: dict[str, Any]) -> tuple[str, str, str]:
     """Returns the status, reason and message of the condition SpecRejected."""
-    (found,) = [
+    (spec_rejected,) = [
         condition for condition in status["conditions"] if condition["type"] == "SpecRejected"
     ]
-    return found["status"], found["reason"], found.get("message", "")
+    return spec_rejected["status"], spec_rejected["reason"], spec_rejected.get("message", "")
 
 
 async def runs_of(manager: RunManager, project: str = BLUE) -> list[Run]:

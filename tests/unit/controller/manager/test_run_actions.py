@@ -96,8 +96,8 @@ async def test_numbers_of_steps_are_thinned_out_evenly(api, database):
         content = (await api.get(f"/v1/runs/{run_id}/metrics?{query}")).json()
         assert content["steps"] == steps, query
         assert len(content["times"]) == len(steps)
-        known = [{"name": "reward_mean", "values": [0.5] * len(steps)}]
-        assert content["items"] == (known if steps else [])
+        columns = [{"name": "reward_mean", "values": [0.5] * len(steps)}]
+        assert content["items"] == (columns if steps else [])
 
 
 async def test_numbers_are_asked_for_by_name(api, database):
@@ -396,11 +396,11 @@ async def test_an_operator_cannot_take_an_admins_trust_for_another_model(
         assert refused.status_code == 403, refused.text
         assert "model.trust_remote_code" in refused.json()["detail"]
 
-        seen = await client.get(f"/v1/runs/{run['id']}")
+        response = await client.get(f"/v1/runs/{run['id']}")
         changed = await client.patch(
             f"/v1/runs/{run['id']}",
             json={"checkpoint_every": 2},
-            headers={"If-Match": seen.headers["ETag"]},
+            headers={"If-Match": response.headers["ETag"]},
         )
         assert changed.status_code == 200, changed.text
         fork["overrides"]["model"]["trust_remote_code"] = False
@@ -476,20 +476,20 @@ async def test_events_of_all_runs_are_streamed(api, manager, database):
     first = await submitted(api)
     begun = (await api.get(f"/v1/runs/{first}/events")).json()["items"][0]
     assert begun["type"] == "Submitted"
-    seen = []
+    event_types = []
 
     async def read() -> None:
         async for events in manager.feed.watch_project("default", 1.0):
-            seen.extend((event.run_id, event.type) for event in events)
-            if len(seen) >= 3:
+            event_types.extend((event.run_id, event.type) for event in events)
+            if len(event_types) >= 3:
                 return
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(read())
         await asyncio.sleep(0)
         second = await submitted(api)
-    assert {run for run, _ in seen} == {first, second}
-    assert (second, "Submitted") in seen
+    assert {run for run, _ in event_types} == {first, second}
+    assert (second, "Submitted") in event_types
 
 
 async def test_a_cancel_with_grace_is_shortened_by_another_one(api, manager):
@@ -591,12 +591,12 @@ async def test_a_run_has_the_times_of_admission_and_end(api):
 async def test_a_paused_run_has_desired_and_actual_state(api):
     run_id = await submitted(api)
     await asyncio.sleep(0)
-    held = await api.post(f"/v1/runs/{await submitted(api)}/pause", json={"checkpoint": False})
-    assert (held.json()["state"], held.json()["desired"]) == ("PAUSED", "PAUSED")
+    response = await api.post(f"/v1/runs/{await submitted(api)}/pause", json={"checkpoint": False})
+    assert (response.json()["state"], response.json()["desired"]) == ("PAUSED", "PAUSED")
     run = (await api.get(f"/v1/runs/{run_id}")).json()
     assert (run["desired"], run["generation"]) == ("RUNNING", 1)
-    found = {condition["type"]: condition["status"] for condition in run["conditions"]}
-    assert (found["Admitted"], found["Placed"], found["Progressing"]) == (
+    statuses = {condition["type"]: condition["status"] for condition in run["conditions"]}
+    assert (statuses["Admitted"], statuses["Placed"], statuses["Progressing"]) == (
         "True",
         "Unknown",
         "False",
@@ -632,8 +632,8 @@ async def test_forks_of_an_active_run_get_names_of_their_own(api, database):
 
 
 def test_the_default_name_of_a_fork_has_the_length_of_a_name():
-    taken = {"a" * 63, f"{'a' * 58}-fork"}
-    assert fork_name("a" * 63, taken) == f"{'a' * 56}-fork-2"
+    names = {"a" * 63, f"{'a' * 58}-fork"}
+    assert fork_name("a" * 63, names) == f"{'a' * 56}-fork-2"
 
 
 async def test_live_keys_change_under_the_names_of_the_specification(api):

@@ -86,8 +86,8 @@ def test_the_newest_evaluation_has_one_state() -> None:
 
 
 def test_an_ended_run_stays_for_a_while_without_workers_then_goes() -> None:
-    late, gone = run("r2", RunState.FAILED), run("r3", RunState.FAILED, updated=NOW - 3600)
-    text = exposed(late, gone)
+    late, ended_run = run("r2", RunState.FAILED), run("r3", RunState.FAILED, updated=NOW - 3600)
+    text = exposed(late, ended_run)
     assert 'slipstream_run_state{run="r2",state="FAILED"} 1.0' in text
     assert "slipstream_run_workers{" not in text
     assert '"r3"' not in text

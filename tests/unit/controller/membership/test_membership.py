@@ -123,13 +123,13 @@ async def test_the_heartbeat_interval_grows_with_the_number_of_workers(tmp_path)
         )
         return (await servicer.Heartbeat(request, None)).heartbeat_interval_s
 
-    seen = [await interval_s()]
+    intervals_s = [await interval_s()]
     for more in (19, 1000):
         for number in range(more):
             name = f"rollout-{more}-{number}"
             await membership.register(dataclasses.replace(worker(), worker_id=name))
-        seen.append(await interval_s())
-    assert seen == [1.0, 5.0, 7.5]
+        intervals_s.append(await interval_s())
+    assert intervals_s == [1.0, 5.0, 7.5]
 
 
 async def test_events_of_workers_are_recorded_once_and_only_known_types(tmp_path):
@@ -147,13 +147,13 @@ async def test_events_of_workers_are_recorded_once_and_only_known_types(tmp_path
         membership_pb2.WorkerEvent(number=2, type="StepCommitted", message="not its own"),
         membership_pb2.WorkerEvent(number=3, type="EngineServerServes", message="b"),
     ]
-    for known in (events[:1], events, events):
+    for reported_events in (events[:1], events, events):
         request = membership_pb2.HeartbeatRequest(
             run_id="run_1",
             worker_id="rollout-0",
             incarnation="a",
             state=worker_pb2.WORKER_STATE_READY,
-            events=known,
+            events=reported_events,
         )
         await servicer.Heartbeat(request, None)
     assert recorded == [
@@ -188,7 +188,7 @@ async def test_a_silent_worker_is_named_but_not_by_a_controller_that_stood_still
     clock.now = 55.0 + 15.0
     assert membership.find_silent("run_1") == []
     clock.now = 70.0 + 16.0
-    assert [lost.worker_id for lost in membership.find_silent("run_1")] == ["rollout-0"]
+    assert [worker.worker_id for worker in membership.find_silent("run_1")] == ["rollout-0"]
 
 
 async def test_a_restarted_watch_is_not_a_pause():
@@ -202,7 +202,7 @@ async def test_a_restarted_watch_is_not_a_pause():
     clock.now = 14.0 + 15.0
     assert membership.find_silent("run_1") == []
     clock.now = 29.0 + 2.0
-    assert [lost.worker_id for lost in membership.find_silent("run_1")] == ["rollout-0"]
+    assert [worker.worker_id for worker in membership.find_silent("run_1")] == ["rollout-0"]
 
 
 async def test_the_workers_of_one_run_cannot_fill_the_memory(monkeypatch):
@@ -253,8 +253,8 @@ async def test_the_phases_of_a_start_are_timed_until_the_worker_has_loaded():
     await beat(10.0, "loading", "starting the engine")
     await beat(30.0, "loaded", "")
     await beat(40.0, "loading", "the reason of a refused version")
-    known = membership.find("run_1", "rollout-0")
-    assert known.start_seconds() == {
+    registered = membership.find("run_1", "rollout-0")
+    assert registered.start_seconds() == {
         "imports": 5.0,
         "registered": 1.0,
         "warm start": 4.0,

@@ -21,10 +21,12 @@ def moved(to: str, reason: str = "Why", message: str = "why"):
 
 def after(*events) -> dict[str, Condition]:
     """Returns the conditions of a run by type after the given events, one per second."""
-    known: tuple[Condition, ...] = ()
+    conditions: tuple[Condition, ...] = ()
     for time, (event, message, data) in enumerate([("Submitted", "", {}), *events]):
-        known = conditions_after(known, event, message, data, generation=1, time=float(time))
-    return {condition.type: condition for condition in known}
+        conditions = conditions_after(
+            conditions, event, message, data, generation=1, time=float(time)
+        )
+    return {condition.type: condition for condition in conditions}
 
 
 def statuses(*events) -> str:
@@ -76,18 +78,20 @@ def test_a_failed_run_keeps_the_obstacle_to_its_start():
 @pytest.mark.parametrize("end", ["SUCCEEDED", "FAILED", "CANCELLED", "PAUSED"])
 @pytest.mark.parametrize("before", [[], [moved("STARTING"), READY, moved("RUNNING"), STILL]])
 def test_an_ended_run_has_no_waiting_condition(before, end):
-    found = after(*before, moved(end, "Over", "it is over"))
-    del found["CheckpointCurrent"]
-    untold = {name: each for name, each in found.items() if each.reason != "Over"}
+    conditions = after(*before, moved(end, "Over", "it is over"))
+    del conditions["CheckpointCurrent"]
+    untold = {
+        name: condition for name, condition in conditions.items() if condition.reason != "Over"
+    }
     assert set(untold) <= {"Degraded"} and all(
-        each.reason == "AsExpected" for each in untold.values()
+        condition.reason == "AsExpected" for condition in untold.values()
     )
 
 
 def test_a_call_that_fails_while_all_workers_live_leaves_the_data_plane_unknown():
-    found = after(moved("STARTING"), READY, ("WorkerLost", "UNAVAILABLE", {"workers": []}))
-    assert found["DataPlaneReady"].status == "Unknown"
-    assert found["Placed"].status == "True"
+    conditions = after(moved("STARTING"), READY, ("WorkerLost", "UNAVAILABLE", {"workers": []}))
+    assert conditions["DataPlaneReady"].status == "Unknown"
+    assert conditions["Placed"].status == "True"
 
 
 def test_conditions_are_stored_with_their_events_and_their_generation(database):
@@ -98,8 +102,14 @@ def test_conditions_are_stored_with_their_events_and_their_generation(database):
     store.record("run_1", Note("StepCommitted", "step 1 is trained", {}, 1))
     before = store.get("run_1")
     store.record("run_1", Note("StepCommitted", "step 2 is trained", {}, 2))
-    found = {condition.type: condition for condition in store.get("run_1").conditions}
+    conditions = {condition.type: condition for condition in store.get("run_1").conditions}
     assert (run.generation, before.generation) == (1, 2)
-    assert (found["Admitted"].observed_generation, found["Admitted"].reason) == (1, "Admitted")
-    assert (found["Progressing"].observed_generation, found["Progressing"].status) == (2, "True")
+    assert (conditions["Admitted"].observed_generation, conditions["Admitted"].reason) == (
+        1,
+        "Admitted",
+    )
+    assert (conditions["Progressing"].observed_generation, conditions["Progressing"].status) == (
+        2,
+        "True",
+    )
     assert store.get("run_1").conditions == before.conditions

@@ -77,4 +77,4 @@ def test_if_all_rows_are_skipped_one_returns_before_its_time():
 def test_a_million_prompts_take_ten_bytes_each():
     difficulty = Difficulty(1_000_000, SPEC)
     parts = (difficulty._rates, difficulty._tries, difficulty._until)
-    assert sum(part.itemsize * len(part) for part in parts) == 10_000_000
+    assert sum(column.itemsize * len(column) for column in parts) == 10_000_000

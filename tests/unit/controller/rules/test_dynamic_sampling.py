@@ -83,7 +83,7 @@ def has_advantages(
         mask=mask,
         trained=mask,
         values=None,
-        sum_over_ranks=lambda part: part,
+        sum_over_ranks=lambda value: value,
     )
     function = bind_callable(
         spec.advantage_kind.function, spec.arguments_of_advantage, key="algorithm.advantage"

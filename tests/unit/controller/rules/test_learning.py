@@ -32,9 +32,9 @@ EQUAL, CUT, FAILED = idle("stop", "length"), idle("length", "length"), idle("fai
     ],
 )
 def test_the_cause_is_named_with_its_key(step, reason, words):
-    found = nothing_learned([LEARNED, *[step] * PATIENCE], SPEC)
-    assert found.reason == reason
-    assert all(word in found.message for word in words)
+    cause = nothing_learned([LEARNED, *[step] * PATIENCE], SPEC)
+    assert cause.reason == reason
+    assert all(word in cause.message for word in words)
 
 
 def test_fewer_steps_or_one_that_learned_are_no_cause():
@@ -83,10 +83,10 @@ def test_a_drop_names_its_steps_and_the_metrics_that_changed_with_it():
             step,
             {"reward_mean": float(rises), "entropy": 1.0 if rises else 0.1, "reward/style": 0.5},
         )
-    found = history.drop()
-    assert (found.before, found.after) == (1.0, 0.0)
-    assert found.last_step <= 30
-    assert found.changes == {"entropy": (1.0, pytest.approx(0.1))}
+    drop = history.drop()
+    assert (drop.before, drop.after) == (1.0, 0.0)
+    assert drop.last_step <= 30
+    assert drop.changes == {"entropy": (1.0, pytest.approx(0.1))}
 
 
 def test_a_long_history_is_thinned_to_the_steps_that_a_restart_reads():

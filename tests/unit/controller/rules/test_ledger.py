@@ -98,8 +98,8 @@ def test_the_ledger_closes_after_any_sequence_of_events(events):
 
 def test_changes_restore_the_same_ledger():
     ledger = Ledger(max_attempts=3)
-    kept, dropped = (ledger.issue(row=row, position=row + 1) for row in range(2))
-    ledger.lease(kept, "rollout-0", version=4, now=0.0)
+    leased_group, dropped = (ledger.issue(row=row, position=row + 1) for row in range(2))
+    ledger.lease(leased_group, "rollout-0", version=4, now=0.0)
     ledger.drop(dropped, "stale")
     change = ledger.take_changes()
     assert [group.sequence for group in change.groups] == [0]

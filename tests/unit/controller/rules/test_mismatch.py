@@ -18,10 +18,10 @@ def test_the_mean_of_the_newest_steps_decides() -> None:
     spec = spec_with(rollout=QUANTIZED)
     assert mismatch([0.9] * (PATIENCE - 1), spec) is None
     assert mismatch([0.9, *[0.19] * PATIENCE], spec) is None
-    found = mismatch([0.0, *[0.25] * PATIENCE], spec)
-    assert found is not None
-    assert found.kl == pytest.approx(0.25)
-    assert "rollout.max_mismatch" in found.message
+    cause = mismatch([0.0, *[0.25] * PATIENCE], spec)
+    assert cause is not None
+    assert cause.kl == pytest.approx(0.25)
+    assert "rollout.max_mismatch" in cause.message
 
 
 @pytest.mark.parametrize("rollout", [{}, {"quantization": "fp8", "max_mismatch": None}])

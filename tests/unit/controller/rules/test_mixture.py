@@ -7,8 +7,8 @@ from services.controller.rules.prompts import Mixture, PromptOrder
 ROWS = {"train.easy": 7, "train.hard": 40, "train.rare": 3}
 
 
-def rows_of(mixture, count, **known):
-    order = PromptOrder(mixture, seed=3, shuffle=True, **known)
+def rows_of(mixture, count, **options):
+    order = PromptOrder(mixture, seed=3, shuffle=True, **options)
     return [order.next_row() for _ in range(count)]
 
 
@@ -47,8 +47,8 @@ def test_a_mixture_resumes_at_its_position(weights):
 
 def test_a_position_far_ahead_is_found_at_once():
     mixture = Mixture({"train.a": 10**6, "train.b": 10**9}, {"train.a": 1, "train.b": 2})
-    taken = mixture.taken(3 * 10**12)
-    assert taken == [10**12, 2 * 10**12]
+    counts = mixture.taken(3 * 10**12)
+    assert counts == [10**12, 2 * 10**12]
 
 
 def test_rows_know_their_set():

@@ -31,8 +31,8 @@ pytestmark = pytest.mark.postgresql
 
 @pytest.mark.parametrize("state", RunState)
 def test_terminal_states_take_no_event_and_others_some(state):
-    taken = [event for event in RunEvent if next_state(state, event) is not None]
-    assert bool(taken) == (state not in TERMINAL)
+    events = [event for event in RunEvent if next_state(state, event) is not None]
+    assert bool(events) == (state not in TERMINAL)
 
 
 def test_every_state_is_reached_from_queued_and_leads_to_an_end():

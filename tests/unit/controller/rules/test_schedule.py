@@ -65,11 +65,11 @@ def play(inputs):
                 sequence=group.number,
             ),
         )
-        one, rest = play_round(version, inputs, cached, fresh)
-        one["dropped"] = sorted(group.number for group in dropped)
-        rounds.append(one)
+        round_result, rest = play_round(version, inputs, cached, fresh)
+        round_result["dropped"] = sorted(group.number for group in dropped)
+        rounds.append(round_result)
         cached = rest
-        if not one["completed"] and not rest:
+        if not round_result["completed"] and not rest:
             break
     return rounds
 
@@ -87,10 +87,10 @@ def play_round(version, inputs, cached, fresh):
                 may_start = inputs.get("supplement", True) or (
                     len(active) + len(completed) < target
                 )
-                found = next(fresh, None) if may_start else None
-                if found is None:
+                next_group = next(fresh, None) if may_start else None
+                if next_group is None:
                     break
-                group = Unfinished(found[0], found[1])
+                group = Unfinished(next_group[0], next_group[1])
                 active.append(group)
                 started.append(group.number)
             elif group in cached and group.number not in resumed:
@@ -124,5 +124,5 @@ def play_round(version, inputs, cached, fresh):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_the_schedule_is_the_golden_one(case):
     expected = case["expected"]["rounds"]
-    for got, want in zip(play(case["inputs"]), expected, strict=True):
-        assert got == want
+    for played, want in zip(play(case["inputs"]), expected, strict=True):
+        assert played == want

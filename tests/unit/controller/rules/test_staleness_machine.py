@@ -99,23 +99,23 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def decode(self):
-        for held in self.held.values():
-            held.versions.append(self.published + self.offset)
+        for held_group in self.held.values():
+            held_group.versions.append(self.published + self.offset)
 
     @rule(index=st.integers(0, 99))
     def cache_progress(self, index):
         """Stores the progress of a group, possibly late and from an attempt that was replaced."""
-        known = [*self.held.items(), *self.forgotten]
-        if known:
-            sequence, held = known[index % len(known)]
-            self.queue.progress[sequence] = (held.attempt, list(held.versions))
+        candidates = [*self.held.items(), *self.forgotten]
+        if candidates:
+            sequence, held_group = candidates[index % len(candidates)]
+            self.queue.progress[sequence] = (held_group.attempt, list(held_group.versions))
 
     @precondition(lambda self: not self.is_queue_lost)
     @rule(index=st.integers(0, 99))
     def end_segment(self, index):
         group = self.chosen(index, *RUNNING)
-        if group is not None and (held := self.held.get(group.sequence)) is not None:
-            self.queue.progress[group.sequence] = (held.attempt, list(held.versions))
+        if group is not None and (held_group := self.held.get(group.sequence)) is not None:
+            self.queue.progress[group.sequence] = (held_group.attempt, list(held_group.versions))
             del self.held[group.sequence]
             self.ledger.interrupt(group)
 
@@ -124,11 +124,11 @@ class Run(RuleBasedStateMachine):
     def finish(self, index, count):
         for _ in range(count):
             group = self.chosen(index, *RUNNING)
-            held = None if group is None else self.held.pop(group.sequence, None)
-            if held is None:
+            held_group = None if group is None else self.held.pop(group.sequence, None)
+            if held_group is None:
                 return
-            versions = held.versions or [self.published + self.offset]
-            self.queue.samples[group.sequence] = (held.attempt, versions)
+            versions = held_group.versions or [self.published + self.offset]
+            self.queue.samples[group.sequence] = (held_group.attempt, versions)
             self.ledger.complete(group, oldest_version=min(versions))
 
     @rule(index=st.integers(0, 99))
@@ -136,8 +136,8 @@ class Run(RuleBasedStateMachine):
         """Fails a reward; the group's stored progress remains, as if the rollout had no time to delete it."""
         group = self.chosen(index, *RUNNING)
         if group is not None:
-            if (held := self.held.pop(group.sequence, None)) is not None:
-                self.forgotten.append((group.sequence, held))
+            if (held_group := self.held.pop(group.sequence, None)) is not None:
+                self.forgotten.append((group.sequence, held_group))
             self.ledger.retry(group, "reward_error")
 
     @precondition(lambda self: not self.is_queue_lost)
@@ -172,7 +172,9 @@ class Run(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS))
     def kill_rollout(self, worker):
-        self.held = {key: held for key, held in self.held.items() if held.worker != worker}
+        self.held = {
+            key: held_group for key, held_group in self.held.items() if held_group.worker != worker
+        }
         for group in self.ledger.running():
             if group.worker_id == worker:
                 self.ledger.park_lost(group)
@@ -212,7 +214,8 @@ class Run(RuleBasedStateMachine):
         self.ledger = Ledger.restore(
             LedgerState(
                 groups=tuple(
-                    Group(**{**one._asdict(), "state": GroupState(one.state)}) for one in facts
+                    Group(**{**stored_group._asdict(), "state": GroupState(stored_group.state)})
+                    for stored_group in facts
                 ),
                 num_issued=self.ledger.num_issued,
                 position=self.ledger.position,
@@ -229,10 +232,12 @@ class Run(RuleBasedStateMachine):
     def no_running_group_is_older_than_the_ledger_knows(self):
         if not hasattr(self, "ledger"):
             return
-        for sequence, held in self.held.items():
+        for sequence, held_group in self.held.items():
             group = self.group(sequence)
-            if group is not None and group.state in RUNNING and group.attempt == held.attempt:
-                assert min(held.versions, default=group.oldest_version) >= group.oldest_version
+            if group is not None and group.state in RUNNING and group.attempt == held_group.attempt:
+                assert (
+                    min(held_group.versions, default=group.oldest_version) >= group.oldest_version
+                )
 
 
 Run.TestCase.settings = settings(stateful_step_count=60)

@@ -123,7 +123,7 @@ class Run:
         self.rollouts.started.clear()
         async with asyncio.TaskGroup() as starts:
             await self.dispatcher.dispatch(starts)
-        return {name: given.members for name, given in self.rollouts.started.items()}
+        return {name: assignment.members for name, assignment in self.rollouts.started.items()}
 
     async def bring(self, *members, attempt):
         """Stores samples and lets the scheduler collect them."""
@@ -170,9 +170,9 @@ async def test_a_group_that_exceeds_the_free_slots_of_a_rollout_is_sharded_and_w
     run = Run()
     shares = await run.dispatch()
     assert shares == {"rollout-0": (0, 1), "rollout-1": (2, 3), "rollout-2": (4,)}
-    given = run.rollouts.started.values()
-    assert len({seed for assignment in given for seed in assignment.seeds}) == 5
-    assert {len(assignment.temperatures) for assignment in given} == {1, 2}
+    assignments = run.rollouts.started.values()
+    assert len({seed for assignment in assignments for seed in assignment.seeds}) == 5
+    assert {len(assignment.temperatures) for assignment in assignments} == {1, 2}
     for members in ((2, 3), (4,), (0, 1)):
         assert run.group.state is GroupState.GENERATING
         await run.bring(*members, attempt=1)
@@ -307,14 +307,14 @@ async def test_an_unfit_group_is_never_ready_however_it_arrives(reason, is_found
     )
     run = Run(spec=spec)
     await run.dispatch()
-    name, seen = run.group.group_id, []
+    name, ready_counts = run.group.group_id, []
     again = Run(run.ledger, spec) if is_found else run
     again.queue.held = KVBatchMeta(partition_id="run_1/train", keys=())
     again.store(*range(5), attempt=1, **samples)
     release = again.queue.release
 
     async def released(*arguments):
-        seen.append(again.ledger.count(GroupState.READY))
+        ready_counts.append(again.ledger.count(GroupState.READY))
         await release(*arguments)
 
     again.queue.release = released
@@ -324,7 +324,7 @@ async def test_an_unfit_group_is_never_ready_however_it_arrives(reason, is_found
         await again.generation.collect()
     assert again.ledger.reasons() == {reason: 1}
     assert again.ledger.count(GroupState.READY) == 0
-    assert set(seen) == {0}
+    assert set(ready_counts) == {0}
     assert again.queue.released == [f"{name}.{member}" for member in range(5)]
     assert not again.ledger.take_changes().ended, "the drop was not recorded"
 
@@ -382,8 +382,8 @@ async def test_rollouts_that_leave_hand_over_what_they_have_and_get_no_more(is_p
     run = Run()
     rollout = SPEC.rollout.model_copy(update={"partial_rollout": is_partial})
     run.spec.now = SPEC.model_copy(update={"rollout": rollout})
-    given = await run.dispatch()
-    assert given.keys() == {"rollout-0", "rollout-1", "rollout-2"}
+    members_by_rollout = await run.dispatch()
+    assert members_by_rollout.keys() == {"rollout-0", "rollout-1", "rollout-2"}
     await run.generation.reclaim_from_leaving(["rollout-1"])
     assert run.rollouts.put_aside_by_name == ([run.group.group_id] if is_partial else [])
     # The other rollouts continue the group, parked or not, and no call waits for the removed rollout.

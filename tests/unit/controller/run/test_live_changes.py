@@ -219,7 +219,7 @@ async def test_a_checkpoint_of_a_skipped_step_replaces_none_from_before(database
         await ended(manager, run_id)
         saved = await events_of(manager, run_id, "CheckpointSaved")
         listed = CheckpointStore(database).list_checkpoints(run_id)
-    usable = {each.step for each in listed if each.state == "READY"}
+    usable = {checkpoint.step for checkpoint in listed if checkpoint.state == "READY"}
     assert [event.data["step"] for event in saved] == [2, 4, 6]
     assert workers.kept_steps[-1] == [4]
     assert usable == {4, 6}

@@ -134,10 +134,10 @@ async def test_the_failure_that_a_worker_reports_is_the_cause_of_its_loss(
         session.report(state="ready", activity="")
         async with asyncio.timeout(20):
             await workers.connects.wait()
-        (lost,) = await manager.feed.page(
+        (loss_event,) = await manager.feed.page(
             run_id, after_seq=0, only=EventFilter(types=("WorkerLost",))
         )
-        assert lost.message.startswith("rollout-1 failed: its engine stalled (log: ")
+        assert loss_event.message.startswith("rollout-1 failed: its engine stalled (log: ")
 
 
 async def test_a_failure_that_each_start_would_repeat_ends_the_run(database, workers, tmp_path):
@@ -177,6 +177,6 @@ async def test_a_worker_that_leaves_is_not_ready_again_after_a_weight_version(
         session.report(state="draining", activity="ending")
         session.report(state="ready", activity="", weight_version=5)
         async with asyncio.timeout(20):
-            while not (found := manager.workers(run_id)) or found[-1].weight_version != 5:  # noqa: ASYNC110
+            while not (rows := manager.workers(run_id)) or rows[-1].weight_version != 5:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert (found[-1].worker_id, found[-1].state) == ("rollout-1", "draining")
+        assert (rows[-1].worker_id, rows[-1].state) == ("rollout-1", "draining")

@@ -98,9 +98,9 @@ def publisher(connections):
     )
 
 
-async def trained(one, step):
-    one.progress.num_steps = step
-    await one.offer(step)
+async def trained(publisher, step):
+    publisher.progress.num_steps = step
+    await publisher.offer(step)
 
 
 async def test_versions_that_are_overtaken_are_never_sent():

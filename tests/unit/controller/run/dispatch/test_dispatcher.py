@@ -151,7 +151,7 @@ async def test_who_has_computed_a_group_is_known_after_the_run_was_entered_again
     # A group of two samples occupies two slots.
     room = SPEC.rollout.max_running_samples // 2
     assert len(rollouts.asked) >= 3
-    assert [one for one in rollouts.asked if one[0]] == [("rollout-0", room)]
+    assert [request for request in rollouts.asked if request[0]] == [("rollout-0", room)]
 
 
 async def test_the_function_of_a_curriculum_is_asked_before_a_prompt_is_tried():

@@ -37,28 +37,28 @@ def group_failure(reason: str, *, retryable: bool) -> GroupFailure:
 def test_a_run_survives_the_failure_of_all_that_runs_and_ends_when_nothing_succeeds(
     max_staleness: int,
 ) -> None:
-    found = failures(max_staleness)
+    group_failures = failures(max_staleness)
     failure = group_failure("environment_failed", retryable=True)
     group: Any = SimpleNamespace(row=7)
     num_running = 2 * (1 + max_staleness)
     for _ in range(num_running):
-        found.count_failure(group, failure)
-    found.raise_if_all_fail()
+        group_failures.count_failure(group, failure)
+    group_failures.raise_if_all_fail()
     for _ in range(6):
-        found.count_failure(group, failure)
+        group_failures.count_failure(group, failure)
     with pytest.raises(GenerationError, match="row 7: env"):
-        found.raise_if_all_fail()
-    found.reset_failures()
-    found.raise_if_all_fail()
+        group_failures.raise_if_all_fail()
+    group_failures.reset_failures()
+    group_failures.raise_if_all_fail()
 
 
 def test_many_rows_that_are_too_long_do_not_end_a_run() -> None:
-    found = failures(0)
+    group_failures = failures(0)
     failure = group_failure("prompt_too_long", retryable=False)
     group: Any = SimpleNamespace(row=7)
     for _ in range(100):
-        found.count_failure(group, failure)
-    found.raise_if_all_fail()
+        group_failures.count_failure(group, failure)
+    group_failures.raise_if_all_fail()
 
 
 def test_the_event_of_a_failed_group_names_its_row_once() -> None:

@@ -245,8 +245,8 @@ async def test_a_late_heartbeat_readmits_no_rollout_with_older_weights(opened):
 
 async def test_rollouts_of_a_run_without_weights_return_from_an_evaluation(opened):
     replicas, _ = await opened(2, colocated=0)
-    for one in replicas._workers.values():
-        one.weight_version = -1
+    for worker in replicas._workers.values():
+        worker.weight_version = -1
     reserved = replicas.reserve(1)
     replicas.unreserve(reserved)
     assert replicas.num_replicas == 2

@@ -71,9 +71,9 @@ async def test_samples_of_several_messages_come_in_the_order_of_the_groups():
     stored = SampleIndex(queue, "run_1/train", group_size=2, required_fields=())
     arrived = []
     async for groups in stored.watch_arrivals():
-        for group_id, found in groups:
+        for group_id, group_samples in groups:
             one = group(int(group_id[1:]))
-            whole = stored.add(one, found)
+            whole = stored.add(one, group_samples)
             if whole is not None:
                 arrived.append(group_id)
                 stored.add_group(one, whole)
@@ -103,10 +103,10 @@ async def test_samples_of_groups_that_alternate_in_a_message_keep_apart():
     queue = Messages(samples(f"{a}.0", f"{b}.0", f"{b}.1", f"{a}.1"))
     stored = SampleIndex(queue, "run_1/train", group_size=2, required_fields=())
     (groups,) = [groups async for groups in stored.watch_arrivals()]
-    for number, (group_id, found) in enumerate(groups):
-        assert found.keys == (f"{group_id}.0", f"{group_id}.1")
-        assert found.numbers("member") == (0, 1)
-        stored.add_group(group(number), found)
+    for number, (group_id, group_samples) in enumerate(groups):
+        assert group_samples.keys == (f"{group_id}.0", f"{group_id}.1")
+        assert group_samples.numbers("member") == (0, 1)
+        stored.add_group(group(number), group_samples)
     assert stored.meta([group(0), group(1)]).keys == (f"{a}.0", f"{a}.1", f"{b}.0", f"{b}.1")
 
 
@@ -162,9 +162,9 @@ async def test_a_late_result_is_deleted_but_not_the_one_that_has_replaced_it():
     await stored.delete_incomplete([("g1", 1)])
     await queue.put("g1", 2)
     await stored.delete([late, other])
-    found = await stored.find()
-    assert [*found] == ["g1"]
-    assert [*found["g1"].numbers("attempt")] == [2, 2]
+    samples = await stored.find()
+    assert [*samples] == ["g1"]
+    assert [*samples["g1"].numbers("attempt")] == [2, 2]
     await stored.delete_incomplete([("g1", 1)])
     assert [*await stored.find()] == ["g1"]
     await stored.delete_incomplete([("g1", 2)])

@@ -335,18 +335,18 @@ async def test_a_version_that_is_evaluated_again_is_answered_again():
     async with asyncio.TaskGroup() as tasks:
         stage = Stage(tasks)
         await stage.evaluator.published(4, step=4)
-        asked = []
+        group_ids = []
         for _ in range(2):
             await stage.rollouts.has_started.wait()
             stage.rollouts.has_started.clear()
-            asked += [
+            group_ids += [
                 group.group_id for groups in stage.rollouts.started.values() for group in groups
             ]
             stage.answer()
             await stage.evaluator.wait_idle()
             stage.request = object()
             await stage.evaluator.evaluate_served()
-        assert len(set(asked)) == len(asked) == 2 * ROWS
+        assert len(set(group_ids)) == len(group_ids) == 2 * ROWS
         assert stage.results == [(4, "ok", 6)] * 2
         stage.end()
 
@@ -505,10 +505,10 @@ async def test_what_a_shard_took_with_it_is_not_waited_for():
         stage = Stage(tasks)
         await stage.evaluator.published(4, step=4)
         await stage.rollouts.has_started.wait()
-        lost = samples_of("v000004-1-000001")
-        stage.queue.batches.put_nowait(lost.select(lost.keys[:1]))
+        lost_samples = samples_of("v000004-1-000001")
+        stage.queue.batches.put_nowait(lost_samples.select(lost_samples.keys[:1]))
         await asyncio.sleep(0)
-        stage.queue.losses.put_nowait(LostSamples(keys=lost.keys, shard_id="shard-1"))
+        stage.queue.losses.put_nowait(LostSamples(keys=lost_samples.keys, shard_id="shard-1"))
         stage.answer(but=("v000004-1-000001",))
         await stage.evaluator.wait_idle()
         assert stage.results == [(4, "ok", 5)]

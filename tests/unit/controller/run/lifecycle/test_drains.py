@@ -63,7 +63,7 @@ async def reported(manager, run_id, type_):
 
 
 def condition(run, type_):
-    return next(each for each in run.conditions if each.type == type_)
+    return next(condition for condition in run.conditions if condition.type == type_)
 
 
 async def register_trainer(manager, run_id):
@@ -117,8 +117,8 @@ async def test_a_trainer_leaves_after_its_step_is_saved_and_no_step_is_lost(
         }
         assert hosts.released == [], "the step in progress ends first"
         workers.may_train.set()
-        left = await reported(manager, run_id, "Drained")
-        assert left.data["hosts"] == ["node-1"]
+        drained = await reported(manager, run_id, "Drained")
+        assert drained.data["hosts"] == ["node-1"]
         await manager.drivers.wait()
         run = await manager.get(run_id)
     assert (hosts.released, hosts.steps_saved) == ([["trainer-0"]], [[2]])
@@ -195,10 +195,10 @@ async def test_a_worker_that_is_lost_on_a_drained_host_has_left_it(database, wor
     async with drained_run(database, workers) as (manager, run_id):
         await reported(manager, run_id, "Draining")
         hosts.why_volatile = ""
-        lost = WorkerExit(run_id=run_id, worker_id="trainer-0", code=-9, last_lines="")
-        manager.drivers.worker_exited(lost)
-        left = await reported(manager, run_id, "Drained")
-        assert (left.data["hosts"], left.data["workers"]) == (["node-1"], ["trainer-0"])
+        worker_exit = WorkerExit(run_id=run_id, worker_id="trainer-0", code=-9, last_lines="")
+        manager.drivers.worker_exited(worker_exit)
+        drained = await reported(manager, run_id, "Drained")
+        assert (drained.data["hosts"], drained.data["workers"]) == (["node-1"], ["trainer-0"])
         workers.may_train.set()
         await manager.drivers.wait()
         run = await manager.get(run_id)

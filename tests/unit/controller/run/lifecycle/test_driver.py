@@ -78,10 +78,10 @@ async def test_the_end_of_a_rollout_that_stores_its_work_is_waited_for(
         loop.call_later(0.02, setattr, worker, "state", later)
         loop.call_later(0.3, manager.drivers.worker_exited, ended(run_id, "rollout-0"))
         await workers.connects.wait()
-        (lost,) = await manager.feed.page(
+        (loss_event,) = await manager.feed.page(
             run_id, after_seq=0, only=EventFilter(types=("WorkerLost",))
         )
-        assert ("rollout-0 exited with exit code 1" in lost.message) is is_heard
+        assert ("rollout-0 exited with exit code 1" in loss_event.message) is is_heard
 
 
 async def test_a_worker_that_reports_its_failure_is_lost_for_that_reason(database, workers):
@@ -95,10 +95,10 @@ async def test_a_worker_that_reports_its_failure_is_lost_for_that_reason(databas
         # The worker's exit, which follows the report, is not a failure at the start.
         manager.drivers.worker_exited(ended(run_id, "rollout-0"))
         await workers.connects.wait()
-        (lost,) = await manager.feed.page(
+        (loss_event,) = await manager.feed.page(
             run_id, after_seq=0, only=EventFilter(types=("WorkerLost",))
         )
-        assert lost.data["workers"] == ["rollout-0"]
+        assert loss_event.data["workers"] == ["rollout-0"]
         assert not (await manager.get(run_id)).is_terminal
 
 
@@ -118,8 +118,10 @@ async def test_the_end_of_a_worker_that_is_being_removed_counts_for_no_later_los
             workers.connects.clear()
             manager.drivers.worker_failed(run_id, worker_id, cause="its engine stalled")
             await workers.connects.wait()
-        lost = await manager.feed.page(run_id, after_seq=0, only=EventFilter(types=("WorkerLost",)))
-        assert [event.data["workers"] for event in lost] == [["rollout-0"], ["rollout-1"]]
+        loss_events = await manager.feed.page(
+            run_id, after_seq=0, only=EventFilter(types=("WorkerLost",))
+        )
+        assert [event.data["workers"] for event in loss_events] == [["rollout-0"], ["rollout-1"]]
 
 
 async def test_a_restart_of_the_rollouts_that_a_dead_controller_ordered_is_finished(

@@ -486,10 +486,10 @@ async def test_the_end_of_a_rollout_that_the_run_needs_is_not_taken():
 
 
 async def test_rollouts_leave_a_drained_host_while_others_generate_and_are_replaced():
-    case, left = Case(replicas=2), []
+    case, departures = Case(replicas=2), []
 
     async def on_left(names):
-        left.extend(sorted(names))
+        departures.extend(sorted(names))
         assert case.launcher.released == case.run.left == ["rollout-1"], (
             "first detached, then ended"
         )
@@ -505,7 +505,7 @@ async def test_rollouts_leave_a_drained_host_while_others_generate_and_are_repla
         async with asyncio.timeout(5):
             while not case.launcher.started:  # noqa: ASYNC110 -- the fake launcher is polled
                 await asyncio.sleep(0)
-        assert (left, case.run.joined) == (["rollout-1"], [])
+        assert (departures, case.run.joined) == (["rollout-1"], [])
         case.run.may_serve.set()
         replacement = worker(1)
         replacement.incarnation = "another"

@@ -53,28 +53,28 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(autouse=True)
 def _only_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = observers.OBSERVERS.own_names
+    own_names = observers.OBSERVERS.own_names
     monkeypatch.setattr(
         type(observers.OBSERVERS),
         "items",
-        lambda self: [(name, self[name]) for name in self if name not in own()],
+        lambda self: [(name, self[name]) for name in self if name not in own_names()],
     )
 
 
 async def test_an_observer_gets_the_steps_before_and_after_it_was_imported(opened) -> None:
-    held, args = opened("import asyncio; await asyncio.sleep(3600)", "observer_a")
-    held.record_step({"step": 1})
+    observers_of_run, args = opened("import asyncio; await asyncio.sleep(3600)", "observer_a")
+    observers_of_run.record_step({"step": 1})
     assert "observer_a" not in sys.modules
-    task = asyncio.ensure_future(held.watch())
+    task = asyncio.ensure_future(observers_of_run.watch())
     await _ticks()
-    held.record_step({"step": 2})
-    held.reset()
+    observers_of_run.record_step({"step": 2})
+    observers_of_run.reset()
     task.cancel()
     assert args.seen == [1, 2, "reset"]
 
 
 async def test_an_observer_that_fails_ends_nothing(opened) -> None:
-    held, args = opened("raise RuntimeError('theirs')", "observer_b")
-    await asyncio.wait_for(held.watch(), 10)
-    held.record_step({"step": 1})
+    observers_of_run, args = opened("raise RuntimeError('theirs')", "observer_b")
+    await asyncio.wait_for(observers_of_run.watch(), 10)
+    observers_of_run.record_step({"step": 1})
     assert args.seen == [1]

@@ -69,8 +69,8 @@ def test_a_failure_whose_cause_stays_hidden_is_told_without_it() -> None:
 def test_each_uploaded_step_is_reported_even_after_the_run_was_rewound() -> None:
     worker = trainer()
     reports = UploadReports(URL, [worker], record=ignore)
-    told = []
+    reported_steps = []
     for step in (2, 4, 4, 3):
         worker.gauges = {UPLOADED_STEP_GAUGE: float(step)}
-        told += [note.data["step"] for note in reports.notes(worker)]
-    assert told == [2, 4, 3]
+        reported_steps += [note.data["step"] for note in reports.notes(worker)]
+    assert reported_steps == [2, 4, 3]
