@@ -168,8 +168,8 @@ def _is_said(expected: str, lines: list[str]) -> bool:
         is_short = bool(announced) and not spelling.has_words(candidate)
         if is_short or units.split(candidate)[1] is not None:
             return _same(expected, candidate)
-    said = _SAID.search(candidate)
-    ending = said[1] if said else candidate if announced or is_line else ""
+    announcement = _SAID.search(candidate)
+    ending = announcement[1] if announcement else candidate if announced or is_line else ""
     last_line = lines[-1] if lines else ""
     if not spelling.is_changed(expected) and (
         spelling.has_changed_number(ending)
@@ -180,9 +180,11 @@ def _is_said(expected: str, lines: list[str]) -> bool:
         or spelling.is_enumeration(last_line)
     ):
         return False
-    if spelling.same_text(expected, candidate) or (said and spelling.same_text(expected, said[1])):
+    if spelling.same_text(expected, candidate) or (
+        announcement and spelling.same_text(expected, announcement[1])
+    ):
         return True
-    short = spelling.spelled(said[1]) if said else ""
+    short = spelling.spelled(announcement[1]) if announcement else ""
     if not short or (spelling.has_words(short) and units.split(short)[1] is None):
         quantity = _LAST_QUANTITY.search(last_line)
         short = quantity[1] if quantity else ""
@@ -192,7 +194,7 @@ def _is_said(expected: str, lines: list[str]) -> bool:
     gold = () if spelling.is_text(expected) else _read(expected)
     if "%" not in expected:
         candidate = spelling.per_cent_as_share(candidate)
-    return any(_verify(gold, _parse(candidate, wanted)) for wanted in (_SEARCH, _SEARCH_UNITS))
+    return any(_verify(gold, _parse(candidate, targets)) for targets in (_SEARCH, _SEARCH_UNITS))
 
 
 @contextmanager
@@ -258,10 +260,10 @@ def _after_mark(text: str) -> str:
 def _braced(text: str) -> str:
     """Returns the text up to the unmatched closing brace."""
     depth = 1
-    for place, character in enumerate(text):
+    for index, character in enumerate(text):
         depth += (character == "{") - (character == "}")
         if depth == 0:
-            return text[:place]
+            return text[:index]
     return text
 
 
@@ -289,13 +291,17 @@ def _is_changed(expected: str, candidate: str) -> bool:
 
 
 def _same_expression(expected: str, candidate: str) -> bool:
-    (wanted, value), (chosen, candidate_value) = (
+    (expected_choice, value), (candidate_choice, candidate_value) = (
         spelling.choice(expected),
         spelling.choice(candidate),
     )
-    if wanted and chosen and (value or candidate_value or wanted == chosen):
-        return wanted == chosen
-    if wanted and not value:
+    if (
+        expected_choice
+        and candidate_choice
+        and (value or candidate_value or expected_choice == candidate_choice)
+    ):
+        return expected_choice == candidate_choice
+    if expected_choice and not value:
         return False
     expected, candidate = value or expected, candidate_value or candidate
     bare = spelling.without_condition(expected), spelling.without_condition(candidate)
@@ -318,21 +324,21 @@ def _same_expression(expected: str, candidate: str) -> bool:
 
 def _same_quantity(expected: str, candidate: str) -> bool | None:
     """Compares two numbers with units; returns None if not both have a unit."""
-    (wanted, wanted_unit), (number, unit) = units.split(expected), units.split(candidate)
-    if wanted_unit is None or unit is None:
+    (expected_number, expected_unit), (number, unit) = units.split(expected), units.split(candidate)
+    if expected_unit is None or unit is None:
         return None
-    if units.are_angles(wanted_unit, unit):
+    if units.are_angles(expected_unit, unit):
         angles = [
             spelling.in_radians(f"{value}^\\circ") if angle.is_degree else value
-            for value, angle in ((wanted, wanted_unit), (number, unit))
+            for value, angle in ((expected_number, expected_unit), (number, unit))
         ]
         return _verify(_read(angles[0]), _read(angles[1]))
-    if wanted_unit.dimension != unit.dimension:
+    if expected_unit.dimension != unit.dimension:
         return False
-    ratio = unit.size / wanted_unit.size
+    ratio = unit.size / expected_unit.size
     if ratio != 1:
         number = f"\\frac{{{ratio.numerator}}}{{{ratio.denominator}}}\\cdot\\left({number}\\right)"
-    return _same_number(wanted, number)
+    return _same_number(expected_number, number)
 
 
 def _same_number(expected: str, candidate: str) -> bool:
@@ -340,17 +346,17 @@ def _same_number(expected: str, candidate: str) -> bool:
     parts = spelling.numbers_of_chain(candidate)
     if len(parts) == 1 or len(spelling.numbers_of_chain(expected)) > 1:
         return _same_value(expected, candidate)
-    return _is_chain(parts) and any(_same_value(expected, part) for _, part in parts)
+    return _is_chain(parts) and any(_same_value(expected, number) for _, number in parts)
 
 
 def _is_chain(parts: list[tuple[str, str]]) -> bool:
     """Returns True if each number of a chain such as ``1 + 1 = 2`` equals the next one, or is about it."""
-    values = [next(iter(_read(part)), None) for _, part in parts]
+    values = [next(iter(_read(number)), None) for _, number in parts]
     return all(
-        one is not None
-        and other is not None
-        and (same_numbers(one, other) or (bool(sign) and is_rounded(one, part)))
-        for (one, other), (sign, part) in zip(pairwise(values), parts[1:], strict=True)
+        value is not None
+        and next_value is not None
+        and (same_numbers(value, next_value) or (bool(sign) and is_rounded(value, number)))
+        for (value, next_value), (sign, number) in zip(pairwise(values), parts[1:], strict=True)
     )
 
 
@@ -364,7 +370,7 @@ def _same_value(expected: str, candidate: str) -> bool:
         return sorted(items[0]) == sorted(items[1])
     if _NESTED_FACTORIAL.search(candidate):
         return False
-    bases = {base for each in (expected, candidate) if (base := spelling.base(each))}
+    bases = {base for text in (expected, candidate) if (base := spelling.base(text))}
     if len(bases) > 1 or (bases and bases != {"10"} and not spelling.base(expected)):
         return False
     if spelling.has_magnitude(expected) and spelling.has_magnitude(candidate):
@@ -379,7 +385,7 @@ def _same_value(expected: str, candidate: str) -> bool:
     if "%" not in expected:
         ways.remove(spelling.without_per_cent)
     pairs = [(way(expected), way(candidate)) for way in ways]
-    return any(_verify(_read(one), _read(other)) for one, other in dict.fromkeys(pairs))
+    return any(_verify(_read(gold), _read(answer)) for gold, answer in dict.fromkeys(pairs))
 
 
 def _plain_items(text: str) -> list[Fraction]:
@@ -405,14 +411,14 @@ def _read(answer: str) -> tuple[Any, ...]:
         if 1 < len(parts) <= _MAX_PARTS and (solutions := _combined(parts, combined)):
             return tuple(solutions)
     latex = spelling.as_latex(spelling.rows_as_list(answer))
-    for each in (latex, *spelling.rewritten(latex)):
-        if found := _parse(f"{_BOX}{each}}}", _READ, fallback_mode="no_fallback"):
-            return tuple(found)
+    for spelled in (latex, *spelling.rewritten(latex)):
+        if readings := _parse(f"{_BOX}{spelled}}}", _READ, fallback_mode="no_fallback"):
+            return tuple(readings)
     return ()
 
 
-def _parse(text: str, wanted: list[Any], **options: Any) -> list[Any]:
-    return list(math_verify.parse(text, wanted, parsing_timeout=_LIBRARY_TIMEOUT_S, **options))
+def _parse(text: str, targets: list[Any], **options: Any) -> list[Any]:
+    return list(math_verify.parse(text, targets, parsing_timeout=_LIBRARY_TIMEOUT_S, **options))
 
 
 def _combined(parts: list[str], combined: Callable[..., Any]) -> list[Any]:
@@ -421,7 +427,7 @@ def _combined(parts: list[str], combined: Callable[..., Any]) -> list[Any]:
     Args:
         combined: Union or intersection.
     """
-    relations = [relation for part in parts for relation in _read(part)]
+    relations = [relation for text in parts for relation in _read(text)]
     return [] if len(relations) < len(parts) else _solutions(*relations, combined=combined)
 
 
@@ -439,60 +445,68 @@ def _depth(value: Any) -> int:
     )
 
 
-def _solutions(*found: Any, combined: Callable[..., Any] = Union) -> list[Any]:
-    if not all(map(_is_inequality, found)):
+def _solutions(*relations: Any, combined: Callable[..., Any] = Union) -> list[Any]:
+    if not all(map(_is_inequality, relations)):
         return []
     try:
-        return [combined(*(one.as_set() for one in found))]
+        return [combined(*(relation.as_set() for relation in relations))]
     except (NotImplementedError, ValueError, TypeError):  # not of one variable
         return []
 
 
-def _is_equal(gold: Any, found: Any, **options: Any) -> bool:
+def _is_equal(gold: Any, answer: Any, **options: Any) -> bool:
     with relative_comparison():
-        return bool(math_verify.verify(gold, found, timeout_seconds=_LIBRARY_TIMEOUT_S, **options))
+        return bool(math_verify.verify(gold, answer, timeout_seconds=_LIBRARY_TIMEOUT_S, **options))
 
 
-def _verify(gold: Iterable[Any], found: Iterable[Any]) -> bool:
-    return any(_equal(one, other) for one in gold for other in found)
+def _verify(gold: Iterable[Any], answer: Iterable[Any]) -> bool:
+    return any(
+        _equal(gold_reading, answer_reading) for gold_reading in gold for answer_reading in answer
+    )
 
 
-def _equal(gold: Any, found: Any) -> bool:
-    if isinstance(gold, Tuple | Interval) or isinstance(found, Tuple | Interval):
-        gold, found = _vector(gold), _vector(found)
-    if _differ_in_kind(gold, found):
+def _equal(gold: Any, answer: Any) -> bool:
+    if isinstance(gold, Tuple | Interval) or isinstance(answer, Tuple | Interval):
+        gold, answer = _vector(gold), _vector(answer)
+    if _differ_in_kind(gold, answer):
         return False
-    if _is_equal(gold, found, allow_set_relation_comp=True):
+    if _is_equal(gold, answer, allow_set_relation_comp=True):
         return True
-    solutions = _solutions(gold), _solutions(found)
+    solutions = _solutions(gold), _solutions(answer)
     if all(solutions):
         return bool(solutions[0] == solutions[1])
-    if not (isinstance(gold, Expr) and isinstance(found, Expr)) or gold.has(Abs) or found.has(Abs):
+    if (
+        not (isinstance(gold, Expr) and isinstance(answer, Expr))
+        or gold.has(Abs)
+        or answer.has(Abs)
+    ):
         return False
-    general = gold.free_symbols | found.free_symbols
+    general = gold.free_symbols | answer.free_symbols
     if not general:
         return False
-    known = {symbol: _particular(symbol) for symbol in general}
-    return _is_equal(gold.xreplace(known), found.xreplace(known))
+    values = {symbol: _particular(symbol) for symbol in general}
+    return _is_equal(gold.xreplace(values), answer.xreplace(values))
 
 
-def _differ_in_kind(gold: Any, found: Any) -> bool:
+def _differ_in_kind(gold: Any, answer: Any) -> bool:
     """Returns True for kinds that the library compares as if they were one."""
-    if isinstance(gold, Eq) and isinstance(gold.lhs, Add) and isinstance(found, Expr):
+    if isinstance(gold, Eq) and isinstance(gold.lhs, Add) and isinstance(answer, Expr):
         return True  # an equation, not the value of its right side
     # The library takes two numbers for the ends of an interval.
-    has_inequality = any(map(_is_inequality, (gold, found)))
-    if has_inequality and any(isinstance(value, FiniteSet) for value in (gold, found)):
+    has_inequality = any(map(_is_inequality, (gold, answer)))
+    if has_inequality and any(isinstance(value, FiniteSet) for value in (gold, answer)):
         return True
-    return _depth(gold) != _depth(found)
+    return _depth(gold) != _depth(answer)
 
 
 def _vector(value: Any) -> Any:
     """Converts a vector, or a set of assignments ordered by name, to a tuple; returns others as is."""
     if isinstance(value, MatrixBase) and 1 in value.shape:
         return Tuple(*value)
-    if isinstance(value, FiniteSet) and all(is_assignment_relation(one) for one in value):
-        assignments = sorted(value._unsorted_args, key=lambda one: str(one.lhs))  # noqa: SLF001
+    if isinstance(value, FiniteSet) and all(
+        is_assignment_relation(assignment) for assignment in value
+    ):
+        assignments = sorted(value._unsorted_args, key=lambda assignment: str(assignment.lhs))  # noqa: SLF001
         return Tuple(*map(unwrap_eq, assignments))
     return value
 

@@ -314,7 +314,7 @@ def in_dollars(response: str) -> str:
     response = _DOLLARS_AND_CENTS.sub(
         lambda parts: f"{parts[1]}.{int(parts[2]):02d} dollars", response
     )
-    return _CENTS.sub(lambda part: _written(Fraction(part[1].replace(",", "")) / 100), response)
+    return _CENTS.sub(lambda match: _written(Fraction(match[1].replace(",", "")) / 100), response)
 
 
 def is_in_dollars(answer: str) -> bool:
@@ -326,10 +326,10 @@ def is_in_dollars(answer: str) -> bool:
 
 def other_currencies(answer: str, response: str) -> bool:
     """Returns True if the last amount of a response is in another currency than the answer."""
-    wanted = {_CURRENCIES[sign] for sign in _NAMED_CURRENCY.findall(answer)}
+    expected_currencies = {_CURRENCIES[sign] for sign in _NAMED_CURRENCY.findall(answer)}
     if is_in_dollars(answer):
-        wanted.add("USD")
+        expected_currencies.add("USD")
     amounts = [_CURRENCIES[sign] for sign in _NAMED_CURRENCY.findall(response)]
     if not amounts and is_in_dollars(response):
         amounts = ["USD"]
-    return bool(wanted and amounts) and amounts[-1] not in wanted
+    return bool(expected_currencies and amounts) and amounts[-1] not in expected_currencies

@@ -41,7 +41,7 @@ def as_ratio(question: str, answer: str) -> str | None:
     fraction = _FRACTION.fullmatch(answer.strip())
     if fraction is None or not _RATIO.search(question):
         return None
-    above, *below = [part for part in fraction.groups() if part is not None]
+    above, *below = [group for group in fraction.groups() if group is not None]
     return f"{above}:{below[0] if below else 1}"
 
 

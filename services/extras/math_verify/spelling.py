@@ -422,10 +422,10 @@ def _group_sign(answer: str) -> str:
     if len(text) < 3 or not _GROUP.fullmatch(text) or "," not in text:
         return ""
     depth = 0
-    for place, character in enumerate(text):
+    for index, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
         if depth == 0:
-            return text[0] if place == len(text) - 1 else ""
+            return text[0] if index == len(text) - 1 else ""
     return ""
 
 
