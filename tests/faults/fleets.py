@@ -27,7 +27,7 @@ Fault = Callable[[random.Random], None]
 
 
 class Fleet:
-    """Two servers and a router that lists them; each is a process behind a link.
+    """Two servers and a router that lists them; each is a process that is reached through a link.
 
     Args:
         folder: Folder for logs and secrets.

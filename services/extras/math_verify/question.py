@@ -1,4 +1,4 @@
-r"""What a question asks for, which decides what ``72\%``, ``1:4`` and ``72 more`` mean. Pure.
+r"""The form of answer that a question asks for: what ``72\%``, ``1:4`` and ``72 more`` mean there. Pure.
 
 An answer 72 does not say whether the question asks for a number or for per cents, and ``72 more`` is an
 answer only to "how many more". Without a question, these are other answers than 72.

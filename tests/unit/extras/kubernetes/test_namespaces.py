@@ -178,7 +178,7 @@ async def test_a_deleted_namespace_holds_up_no_run_on_the_network_of_nodes(
     installation.share_node_network()
     await launcher.start(RUN, SPEC)
     assert installation.places()[SHARED] == {TRAINER, ROLLOUT}
-    # Its own namespace tells a run why it cannot start.
+    # A run learns from its namespace why it cannot start.
     monkeypatch.setattr(installation.pods[SHARED], "list", refused)
     with pytest.raises(error):
         await launcher.start(RUN, SPEC)
