@@ -72,18 +72,18 @@ def test_vllm_reports_no_masks_on_a_cpu() -> None:
 def test_imports_begin_in_the_process_that_the_engine_is_forked_from(
     monkeypatch: pytest.MonkeyPatch, package: str | None, is_cpu: bool, begun: list[str]
 ) -> None:
-    found: list[str] = []
-    monkeypatch.setattr(imports, "set_forkserver_preload", found.extend)
+    modules: list[str] = []
+    monkeypatch.setattr(imports, "set_forkserver_preload", modules.extend)
     monkeypatch.setattr(imports.forkserver, "ensure_running", lambda: None)
     kind = EngineKind(adapter="json:loads", package=package, process_modules=("json.tool",))
     begin_imports(kind, is_cpu=is_cpu)
-    assert found == begun
+    assert modules == begun
 
 
 def test_own_modules_that_an_engines_process_imports_exist() -> None:
     for kind in ENGINES.values():
-        own = [name for name in kind.process_modules if name.startswith("services.")]
-        assert all(importlib.util.find_spec(name) for name in own)
+        own_modules = [name for name in kind.process_modules if name.startswith("services.")]
+        assert all(importlib.util.find_spec(name) for name in own_modules)
 
 
 def test_the_engines_process_can_begin_before_the_worker_imports_torch() -> None:

@@ -77,17 +77,17 @@ def watched(step_s, running):
 
 
 def test_both_parts_of_a_step_are_found_where_the_concurrency_varies():
-    found = watched(lambda n: 0.005 + 2e-5 * n, [n for n in (16, 64, 256, 512) for _ in range(50)])
-    assert found["decode_fixed_s"] == pytest.approx(0.005, rel=0.1)
-    assert found["decode_sample_s"] == pytest.approx(2e-5, rel=0.1)
-    assert found["decode_max_samples"] == 512
+    times = watched(lambda n: 0.005 + 2e-5 * n, [n for n in (16, 64, 256, 512) for _ in range(50)])
+    assert times["decode_fixed_s"] == pytest.approx(0.005, rel=0.1)
+    assert times["decode_sample_s"] == pytest.approx(2e-5, rel=0.1)
+    assert times["decode_max_samples"] == 512
 
 
 def test_a_concurrency_that_never_varies_gives_the_right_time_there():
-    found = watched(lambda n: 0.008, [128] * 50)
-    at_128 = found["decode_fixed_s"] + 128 * found["decode_sample_s"]
+    times = watched(lambda n: 0.008, [128] * 50)
+    at_128 = times["decode_fixed_s"] + 128 * times["decode_sample_s"]
     assert at_128 == pytest.approx(0.008, rel=0.01)
-    assert found["decode_sample_s"] > 0
+    assert times["decode_sample_s"] > 0
 
 
 def test_idle_seconds_are_not_measured():
@@ -101,6 +101,6 @@ def test_an_engine_that_made_nothing_has_no_times():
 
 
 def test_a_time_that_falls_with_concurrency_is_no_negative_cost():
-    found = watched(lambda n: 0.02 - 1e-5 * n, [n for n in (16, 512) for _ in range(50)])
-    assert found["decode_sample_s"] == 0
-    assert found["decode_fixed_s"] > 0
+    times = watched(lambda n: 0.02 - 1e-5 * n, [n for n in (16, 512) for _ in range(50)])
+    assert times["decode_sample_s"] == 0
+    assert times["decode_fixed_s"] > 0

@@ -63,20 +63,20 @@ def test_logprobs_are_relative_to_the_allowed_tokens_if_these_are_reported(repor
     )
     # In the last row, top_p is relative to the top_k tokens: 0.75 is enough of their 0.9.
     for row, allowed in enumerate([{0, 1, 2, 3}, {0, 1}, {0, 1, 2}, {0, 1, 2}, {0, 1}]):
-        part = Truncation(
+        masking = Truncation(
             top_p=truncation.top_p[row].expand(count),
             top_k=truncation.top_k[row].expand(count),
             min_p=truncation.min_p[row].expand(count),
             reported=truncation.reported.expand(count),
         )
         tokens, logprobs, mask, _ = draw_tokens(
-            logits[:1].expand(count, -1), torch.ones(count), numbers, truncation=part
+            logits[:1].expand(count, -1), torch.ones(count), numbers, truncation=masking
         )
         assert set(tokens.tolist()) == allowed
         assert mask is not None
         assert set(mask[0].nonzero().flatten().tolist()) == allowed
-        kept = sum(math.exp(logits[0][token]) for token in allowed) if reported else 1.0
-        torch.testing.assert_close(logprobs, logits[0][tokens] - math.log(kept))
+        total = sum(math.exp(logits[0][token]) for token in allowed) if reported else 1.0
+        torch.testing.assert_close(logprobs, logits[0][tokens] - math.log(total))
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 0.8), (5, 0.5), (0, 0.7), (4, 1.0), (7, 0.95)])

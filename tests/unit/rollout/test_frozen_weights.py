@@ -75,7 +75,7 @@ def test_live_weights_are_the_frozen_ones_with_the_newest_adapters(
         case.sent[f"{QUERY}.lora_B.weight"] += 1.0
         case.adopt(version)
         expected = dict(case.weights)
-        down, up = (case.sent[f"{QUERY}.lora_{part}.weight"] for part in "AB")
+        down, up = (case.sent[f"{QUERY}.lora_{letter}.weight"] for letter in "AB")
         expected[f"{QUERY}.weight"] = merged_weight(expected[f"{QUERY}.weight"], down, up)
         live = case.engine._parameters
         assert live.keys() == expected.keys()
@@ -102,7 +102,7 @@ def test_an_engine_with_unknown_places_gets_merged_copies(
 
     monkeypatch.setattr(case.engine, "open_weights", open_weights)
     case.adopt(0)
-    down, up = (case.sent[f"{QUERY}.lora_{part}.weight"] for part in "AB")
+    down, up = (case.sent[f"{QUERY}.lora_{letter}.weight"] for letter in "AB")
     expected = merged_weight(case.weights[f"{QUERY}.weight"], down, up)
     assert torch.equal(case.engine._parameters[f"{QUERY}.weight"], expected)
 
@@ -129,13 +129,13 @@ def test_with_slots_for_all_weights_nothing_is_merged_while_the_engine_waits(
     fill, open_weights = case.frozen._fill, case.engine.open_weights
 
     async def open_and_watch(*arguments: Any) -> Any:
-        place = await open_weights(*arguments)
+        places = await open_weights(*arguments)
         monkeypatch.setattr(
             case.frozen,
             "_fill",
             lambda index, *rest: merged_while_waiting.append(index) or fill(index, *rest),
         )
-        return place
+        return places
 
     monkeypatch.setattr(case.engine, "open_weights", open_and_watch)
     case.adopt(0)

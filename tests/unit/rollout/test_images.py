@@ -138,11 +138,11 @@ _BAD: dict[str, tuple[Any, str]] = {
 def test_a_bad_image_quarantines_its_prompt_alone(name: str, tmp_path: Path) -> None:
     images, reason = _BAD[name]
     rows = [{"prompt": "ab", "images": images}, {"prompt": "ab", "images": [png()]}]
-    made = store(*rows, folder=tmp_path, max_images=2, max_image_bytes=4096)
+    prompt_store = store(*rows, folder=tmp_path, max_images=2, max_image_bytes=4096)
     with pytest.raises(GroupError) as caught:
-        made.prompt("train", 0)
+        prompt_store.prompt("train", 0)
     assert (caught.value.reason, caught.value.retryable) == (reason, False)
-    assert made.prompt("train", 1).pictures
+    assert prompt_store.prompt("train", 1).pictures
 
 
 @pytest.mark.parametrize(
@@ -161,14 +161,14 @@ def test_files_outside_the_installations_folders_are_forbidden(tmp_path: Path) -
     (inside / "link.png").symlink_to(outside)
     (inside / "own.png").write_bytes(png())
     names = ["../secret.png", "link.png", str(outside), f"file://{outside}", "own.png"]
-    made = store(
+    prompt_store = store(
         *({"prompt": "a", "images": [name]} for name in names), folder=inside, roots=(inside,)
     )
     for number in range(4):
         with pytest.raises(GroupError) as caught:
-            made.prompt("train", number)
+            prompt_store.prompt("train", number)
         assert caught.value.reason == "image_forbidden"
-    assert made.prompt("train", 4).pictures
+    assert prompt_store.prompt("train", 4).pictures
 
 
 @pytest.mark.parametrize("status", [200, 404])
@@ -183,12 +183,12 @@ async def test_urls_are_fetched_where_the_gate_allows_them(status: int) -> None:
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         row = {"prompt": "a", "images": [f"http://127.0.0.1:{port}/x.png"]}
-        made = store(row, inner=("127.0.0.1",))
+        prompt_store = store(row, inner=("127.0.0.1",))
         if status == httpx.codes.OK:
-            assert (await made.read("train", 0)).pictures[0].size == (16, 16)
+            assert (await prompt_store.read("train", 0)).pictures[0].size == (16, 16)
         else:
             with pytest.raises(GroupError) as caught:
-                await made.read("train", 0)
+                await prompt_store.read("train", 0)
             assert caught.value.reason == "image_missing"
 
 
@@ -202,13 +202,13 @@ def test_large_images_are_scaled_down() -> None:
 def test_images_for_a_model_without_are_reported_by_key() -> None:
     model = ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:ab")
     data = DataSpec(train={"source": "jsonl", "path": "x"}, answer_column=None)  # type: ignore[arg-type]
-    made = PromptStore(
+    prompt_store = PromptStore(
         data,
         {"train": [{"prompt": "a", "images": [png()]}]},
         load_tokenizer(model),  # type: ignore[dict-item]
     )
     with pytest.raises(GroupError, match=r"model\.images"):
-        made.prompt("train", 0)
+        prompt_store.prompt("train", 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,7 +220,7 @@ async def test_the_torch_engine_decodes_images_as_the_whole_model(
     model = load_model(spec, load_tokenizer(spec), dtype=torch.float32, device="cpu")
     rng = random.Random(1)
     prompts = [random_prompt(rng, count) for count in (1, 2, 0, 1)]
-    prompts = [([*tokens, 5, 6], given) for tokens, given in prompts]
+    prompts = [([*tokens, 5, 6], inputs) for tokens, inputs in prompts]
     engine = TorchEngine(model, max_running=8)
     async with running(engine):
         # Each prompt is sent twice, because equal images share a prefix.
@@ -232,7 +232,7 @@ async def test_the_torch_engine_decodes_images_as_the_whole_model(
                 for n, (tokens, given) in enumerate(prompts * 2)
             )
         )
-        tokens, given = prompts[1]
+        tokens, inputs = prompts[1]
         first = results[1].token_ids[:3]
         rest = await engine.generate(
             request(
@@ -240,16 +240,16 @@ async def test_the_torch_engine_decodes_images_as_the_whole_model(
                 (*tokens, *first, IMAGE),
                 max_tokens=3,
                 draw_offset=4,
-                model_inputs=given,
+                model_inputs=inputs,
             )
         )
-        scores = await engine.score([*tokens, *results[1].token_ids], given)
+        scores = await engine.score([*tokens, *results[1].token_ids], inputs)
     assert engine.stats().cached_tokens_total >= sum(len(tokens) - 1 for tokens, _ in prompts)
-    for (tokens, given), result in zip(prompts * 2, results, strict=True):
-        expected = plain_logprobs(whole, tokens, result.token_ids, given)
+    for (tokens, inputs), result in zip(prompts * 2, results, strict=True):
+        expected = plain_logprobs(whole, tokens, result.token_ids, inputs)
         torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-5, rtol=1e-5)
     assert len(rest.token_ids) == 3, "a sampled placeholder is a token like any other"
-    tokens, given = prompts[1]
+    tokens, inputs = prompts[1]
     torch.testing.assert_close(
         torch.tensor(scores[len(tokens) - 1 :]),
         torch.tensor(results[1].logprobs),
@@ -261,9 +261,9 @@ async def test_the_torch_engine_decodes_images_as_the_whole_model(
 def test_the_first_rows_are_tried_with_their_images() -> None:
     spec = spec_of(model=MODEL.model_dump())
     rows = [{"prompt": "ab", "answer": "a", "images": ["none.png"]}]
-    found, _ = try_rows(spec, {"train": rows}, load_tokenizer(spec.model))  # type: ignore[dict-item]
+    trial, _ = try_rows(spec, {"train": rows}, load_tokenizer(spec.model))  # type: ignore[dict-item]
     assert any(
-        problem.startswith("data.train") and "none.png" in problem for problem in found.problems
+        problem.startswith("data.train") and "none.png" in problem for problem in trial.problems
     )
 
 

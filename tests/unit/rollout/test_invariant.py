@@ -43,8 +43,10 @@ def requests(count: int) -> list[GenerationRequest]:
     ]
 
 
-def decoded(batch: DecodeBatch, given: list[GenerationRequest]) -> dict[str, GenerationResult]:
-    batch.admit(given)
+def decoded(
+    batch: DecodeBatch, generation_requests: list[GenerationRequest]
+) -> dict[str, GenerationResult]:
+    batch.admit(generation_requests)
     results: dict[str, GenerationResult] = {}
     while len(batch):
         results |= dict(batch.step(0))
@@ -53,22 +55,22 @@ def decoded(batch: DecodeBatch, given: list[GenerationRequest]) -> dict[str, Gen
 
 @pytest.mark.parametrize("path", MODELS)
 def test_tokens_and_logprobs_do_not_depend_on_the_batch(path: str) -> None:
-    given = requests(37)
+    generation_requests = requests(37)
     batch = batch_of(path)
-    together = decoded(batch, given)
+    together = decoded(batch, generation_requests)
     alone: dict[str, GenerationResult] = {}
-    for request in given[:6]:
+    for request in generation_requests[:6]:
         alone |= decoded(batch, [request])
-    few = decoded(batch, given[3:8])
+    few = decoded(batch, generation_requests[3:8])
     for other in (alone, few):
         assert {name: together[name] for name in other} == other
 
 
 def test_a_resumed_response_continues_as_if_it_had_not_been_parked() -> None:
-    given = requests(6)
+    generation_requests = requests(6)
     batch = batch_of(MODELS[0])
-    whole = decoded(batch, given)
-    parted = [replace(request, max_tokens=3) for request in given]
+    whole = decoded(batch, generation_requests)
+    parted = [replace(request, max_tokens=3) for request in generation_requests]
     first = decoded(batch, parted)
     rest = [
         replace(
@@ -77,7 +79,7 @@ def test_a_resumed_response_continues_as_if_it_had_not_been_parked() -> None:
             max_tokens=request.max_tokens - 3,
             draw_offset=3,
         )
-        for request in given
+        for request in generation_requests
     ]
     second = decoded(batch_of(MODELS[0]), rest)
     for name, result in whole.items():

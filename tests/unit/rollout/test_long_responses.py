@@ -86,7 +86,7 @@ def test_a_response_of_two_hours_loses_nothing_through_kills_and_new_weights() -
     assert not outcome.failed
     assert 7200 <= seconds < 7210
     for sample, seed in zip(outcome.published["g1"], (7, 8), strict=True):
-        expected = [(2 + seed * 31 + place) % 256 for place in range(NUM_TOKENS - 1)]
+        expected = [(2 + seed * 31 + position) % 256 for position in range(NUM_TOKENS - 1)]
         assert list(sample.response_ids) == [*expected, 1]
         assert [version for version, _ in sample.version_runs] == list(range(NUM_VERSIONS))
         logprobs = [value for turn in sample.turns for value in turn.logprobs]

@@ -172,8 +172,8 @@ def test_an_engine_on_a_trainers_gpu_has_no_more_cache_than_its_slots_can_fill()
         assert least <= plan.kv_tokens <= 1.2 * least
         share = engine_share(plan, VLLM, {})
         assert share["kv_cache_memory_bytes"] == int(plan.kv_cache)
-        own = (plan.weights + 4 * GB + plan.kv_cache) / (500 * GB)
-        assert own <= share["gpu_memory_utilization"] <= own + 0.01
+        needed_fraction = (plan.weights + 4 * GB + plan.kv_cache) / (500 * GB)
+        assert needed_fraction <= share["gpu_memory_utilization"] <= needed_fraction + 0.01
 
 
 def test_sglang_on_a_shared_gpu_is_bounded_by_tokens() -> None:
@@ -246,11 +246,16 @@ def test_state_that_fits_with_a_colocated_engine_stays() -> None:
     state = state_memory(turns, config, gpu_bytes=300 * GB)
     assert state == 3 * 4 * 7_615_616_512
     totals = [gb * GB for gb in (141, 300, 600)]
-    found = [resident_memory(turns, config, gpu_bytes=total) for total in totals]
-    assert found == ["nothing", "state", "all"]
-    kept = [other_workers_bytes(["trainer"], turns, config, gpu_bytes=total) for total in totals]
+    residents = [resident_memory(turns, config, gpu_bytes=total) for total in totals]
+    assert residents == ["nothing", "state", "all"]
+    resident_bytes = [
+        other_workers_bytes(["trainer"], turns, config, gpu_bytes=total) for total in totals
+    ]
     peak = trainer_memory(spec_of(), config, gpu_bytes=600 * GB).used
-    assert kept[1:] == [pytest.approx(kept[0] + 1.05 * state), pytest.approx(1.05 * (peak + ROOM))]
+    assert resident_bytes[1:] == [
+        pytest.approx(resident_bytes[0] + 1.05 * state),
+        pytest.approx(1.05 * (peak + ROOM)),
+    ]
 
     def compiles(spec: RunSpec, total: int) -> bool:
         stays = resident_memory(spec, config, gpu_bytes=total)
@@ -271,8 +276,8 @@ def test_state_that_fits_with_a_colocated_engine_stays() -> None:
 
 
 def test_a_cache_that_is_given_counts_as_it_is() -> None:
-    own = in_turns(engine_arguments={"kv_cache_memory_bytes": 350 * GB})
-    assert resident_memory(own, qwen_7b(), gpu_bytes=600 * GB) == "state"
+    bounded_spec = in_turns(engine_arguments={"kv_cache_memory_bytes": 350 * GB})
+    assert resident_memory(bounded_spec, qwen_7b(), gpu_bytes=600 * GB) == "state"
     tokens = in_turns(engine="torch", engine_arguments={"max_kv_tokens": 6_000_000})
     assert resident_memory(tokens, qwen_7b(), gpu_bytes=600 * GB) == "state"
 
@@ -295,8 +300,8 @@ def test_a_cache_that_is_given_must_fit(engine: str, argument: str, fits: int) -
 def test_an_engine_with_a_given_cache_needs_no_more_free_memory_than_that() -> None:
     plan = plan_of(spec_of(), qwen_7b(), gpu_bytes=80 * GB)
     share = engine_share(plan, VLLM, {"kv_cache_memory_bytes": 8 * GB})
-    own = (plan.weights + 4 * GB + 8 * GB) / (80 * GB)
-    assert own <= share["gpu_memory_utilization"] <= own + 0.01
+    needed_fraction = (plan.weights + 4 * GB + 8 * GB) / (80 * GB)
+    assert needed_fraction <= share["gpu_memory_utilization"] <= needed_fraction + 0.01
 
 
 def test_an_engine_in_turns_maps_no_more_cache_than_its_places_can_fill() -> None:
@@ -308,8 +313,8 @@ def test_an_engine_in_turns_maps_no_more_cache_than_its_places_can_fill() -> Non
         share = engine_share(plan, VLLM, {})
         assert share["kv_cache_memory_bytes"] == int(plan.kv_cache)
         # vLLM starts only if this share is free, and the trainer may hold more memory than planned.
-        own = (plan.weights + 4 * GB + plan.kv_cache) / total
-        assert own <= share["gpu_memory_utilization"] <= own + 0.01
+        needed_fraction = (plan.weights + 4 * GB + plan.kv_cache) / total
+        assert needed_fraction <= share["gpu_memory_utilization"] <= needed_fraction + 0.01
         # An engine starts only if its cache fits the longest context that it accepts.
         least = max(spec.rollout.max_running_samples * longest, config.max_position_embeddings)
         assert least <= plan.kv_tokens <= 1.2 * least

@@ -60,16 +60,16 @@ async def test_the_torch_engine_decodes_with_the_inputs_of_each_request() -> Non
     async with running(engine):
         results = await asyncio.gather(
             *[
-                engine.generate(request(f"r{i}", PROMPT, max_tokens=6, seed=4, model_inputs=given))
-                for i, given in enumerate(bundles)
+                engine.generate(request(f"r{i}", PROMPT, max_tokens=6, seed=4, model_inputs=bundle))
+                for i, bundle in enumerate(bundles)
             ]
         )
         scores = await engine.score([*PROMPT, *results[0].token_ids], bundles[0])
     assert results[0].token_ids == results[2].token_ids
     assert results[0].token_ids != results[1].token_ids
     assert engine.stats().cached_tokens_total == len(PROMPT) - 1, "equal inputs share their prompt"
-    for given, result in zip(bundles, results, strict=True):
-        expected = plain_logprobs(feature_model(), PROMPT, result.token_ids, given)
+    for bundle, result in zip(bundles, results, strict=True):
+        expected = plain_logprobs(feature_model(), PROMPT, result.token_ids, bundle)
         torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(
         torch.tensor(scores[len(PROMPT) - 1 :]),
@@ -80,13 +80,13 @@ async def test_the_torch_engine_decodes_with_the_inputs_of_each_request() -> Non
 
 
 async def test_a_response_continues_under_new_weights_with_its_inputs() -> None:
-    engine, given = TorchEngine(feature_model(0), max_running=2), features(1, 2)
+    engine, inputs = TorchEngine(feature_model(0), max_running=2), features(1, 2)
     new = feature_model(1)
     weights = {name: value.detach().clone() for name, value in new.named_parameters()}
     async with running(engine):
         await engine.adopt_weights(1, weights)
         first = await engine.generate(
-            request("a", PROMPT, seed=4, max_tokens=3, model_inputs=given)
+            request("a", PROMPT, seed=4, max_tokens=3, model_inputs=inputs)
         )
         rest = await engine.generate(
             request(
@@ -95,11 +95,11 @@ async def test_a_response_continues_under_new_weights_with_its_inputs() -> None:
                 seed=4,
                 max_tokens=3,
                 draw_offset=3,
-                model_inputs=given,
+                model_inputs=inputs,
             )
         )
     tokens = first.token_ids + rest.token_ids
-    expected = plain_logprobs(new, PROMPT, tokens, given)
+    expected = plain_logprobs(new, PROMPT, tokens, inputs)
     torch.testing.assert_close(
         torch.tensor(first.logprobs + rest.logprobs), expected, atol=1e-5, rtol=1e-5
     )
@@ -128,8 +128,10 @@ async def test_a_model_or_an_engine_without_such_inputs_refuses_them() -> None:
         with pytest.raises(ValueError, match="no input named features"):
             await engine.generate(request("a", PROMPT, model_inputs=features(1, 2)))
         with pytest.raises(ValueError, match="one token"):
-            one = TorchEngine(feature_model(), max_running=1)
-            await one.generate(request("b", (PLACEHOLDER,), model_inputs=features(1, 1)))
+            engine_with_inputs = TorchEngine(feature_model(), max_running=1)
+            await engine_with_inputs.generate(
+                request("b", (PLACEHOLDER,), model_inputs=features(1, 1))
+            )
     can = EngineCapabilities(
         name="other", kv_policies=frozenset(), stop_texts=True, truncation=True, seeds=True
     )

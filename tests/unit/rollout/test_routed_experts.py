@@ -79,8 +79,10 @@ async def test_a_response_across_an_update_keeps_its_earlier_experts() -> None:
         # Another rollout continues from an interrupted turn with the known experts of its tokens.
         before = NOTHING_SAMPLED.continued(mixed)
         context = (5, 6, 7, *mixed.token_ids)
-        asked = request("rest", context, max_tokens=5, experts_from=len(before.routed_experts))
-        turn = before.continued(await engine.generate(asked))
+        next_request = request(
+            "rest", context, max_tokens=5, experts_from=len(before.routed_experts)
+        )
+        turn = before.continued(await engine.generate(next_request))
     (_, old), (_, new) = mixed.version_runs
     tokens = (5, 6, 7, *turn.token_ids)
     experts = np.sort(routed_experts([turn]), 2)
@@ -102,9 +104,9 @@ def test_layers_without_experts_do_not_count_and_many_experts_take_two_bytes() -
         layers=(1, 3, 5), num_chosen=8, num_experts=128
     )
     deepseek = {"model_type": "deepseek_v3", "n_routed_experts": 256, **shape}
-    found = routing_shape(deepseek | {"first_k_dense_replace": 3})
-    assert found is not None
-    assert (found.layers, found.dtype, found.missing) == ((3, 4, 5), "int16", 32767)
+    routing = routing_shape(deepseek | {"first_k_dense_replace": 3})
+    assert routing is not None
+    assert (routing.layers, routing.dtype, routing.missing) == ((3, 4, 5), "int16", 32767)
     assert routing_shape({"model_type": "llama"}) is None
 
 
@@ -132,9 +134,9 @@ def test_unfinished_samples_keep_their_experts_and_masks() -> None:
     )
     back = decode_progress(encode_progress(MemberProgress(num_failed_scores=0, turns=turns)))
     assert back.turns == turns
-    for one, other in zip(back.turns, turns, strict=True):
-        assert np.array_equal(one.routed_experts, other.routed_experts) or (
-            one.routed_experts is other.routed_experts is None
+    for restored, other in zip(back.turns, turns, strict=True):
+        assert np.array_equal(restored.routed_experts, other.routed_experts) or (
+            restored.routed_experts is other.routed_experts is None
         )
     assert sampling_mask(back.turns).tolist() == [*[ALL_TOKENS] * 4, ~5, 7, ~2, 6, 9]
     assert [turn.top_logprobs is None for turn in back.turns] == [True] * (len(turns) - 1) + [False]

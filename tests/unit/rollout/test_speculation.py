@@ -37,24 +37,26 @@ def always_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def generate_all(engine: TorchEngine, **changes: object) -> list[GenerationResult]:
-    asked = [
+    requests = [
         request(f"r{index}", context, **{"seed": index, "max_tokens": 30} | changes)
         for index, context in enumerate(CONTEXTS)
     ]
-    return await asyncio.gather(*[engine.generate(one) for one in asked])
+    return await asyncio.gather(
+        *[engine.generate(generation_request) for generation_request in requests]
+    )
 
 
 async def both(**changes: object) -> tuple[list[GenerationResult], list[GenerationResult], float]:
     """Returns results without and with proposals, and the fraction of accepted tokens."""
     plain, drafting = make_engine(), make_engine(speculation=SPECULATION)
     async with running(plain), running(drafting):
-        expected, got = (
+        expected, drafted = (
             await generate_all(plain, **changes),
             await generate_all(drafting, **changes),
         )
     drafts = drafting.stats().drafts
-    assert drafting.stats().tokens_total == sum(len(one.token_ids) for one in got)
-    return expected, got, drafts.num_accepted / drafts.num_tokens
+    assert drafting.stats().tokens_total == sum(len(result.token_ids) for result in drafted)
+    return expected, drafted, drafts.num_accepted / drafts.num_tokens
 
 
 def propose(tokens: list[int], limit: int = 4, shortest: int = 1, longest: int = 3) -> list[int]:
@@ -96,13 +98,13 @@ def test_tokens_are_equal_up_to_the_first_difference() -> None:
     ids=str,
 )
 async def test_proposals_change_no_token_and_no_logprob(changes: dict[str, object]) -> None:
-    expected, got, accepted = await both(**changes)
+    expected, drafted, accepted = await both(**changes)
     assert accepted > 0
-    for one, other in zip(expected, got, strict=True):
-        assert replace(other, logprobs=()) == replace(one, logprobs=())
-        assert np.allclose(one.logprobs, other.logprobs, atol=1e-5)
-        if one.sampling_mask is not None:
-            assert np.array_equal(one.sampling_mask, other.sampling_mask)
+    for plain_result, drafted_result in zip(expected, drafted, strict=True):
+        assert replace(drafted_result, logprobs=()) == replace(plain_result, logprobs=())
+        assert np.allclose(plain_result.logprobs, drafted_result.logprobs, atol=1e-5)
+        if plain_result.sampling_mask is not None:
+            assert np.array_equal(plain_result.sampling_mask, drafted_result.sampling_mask)
 
 
 @pytest.mark.usefixtures("always_on")
@@ -116,8 +118,10 @@ async def test_a_response_ends_with_its_stop_text() -> None:
     )
     async with running(plain), running(drafting):
         text = decode((await plain.generate(request("r", CONTEXTS[0], max_tokens=30))).token_ids)
-        asked = request("stopped", CONTEXTS[0], max_tokens=30, stop_texts=(text[8:10],))
-        assert (await drafting.generate(asked)).token_ids == (await plain.generate(asked)).token_ids
+        stop_request = request("stopped", CONTEXTS[0], max_tokens=30, stop_texts=(text[8:10],))
+        assert (await drafting.generate(stop_request)).token_ids == (
+            await plain.generate(stop_request)
+        ).token_ids
 
 
 @pytest.mark.usefixtures("always_on")
@@ -174,34 +178,37 @@ async def test_responses_use_all_of_a_full_cache() -> None:
 
 @pytest.mark.usefixtures("always_on")
 def test_batch_invariant_responses_keep_every_bit() -> None:
-    found = []
+    result_lists = []
     for speculation in (None, SPECULATION):
         model = make_model(0)
         engine = TorchEngine(model, max_running=8, is_invariant=True, speculation=speculation)
         batch = engine._batch
         batch.admit(
-            [request(f"r{i}", one, seed=i, max_tokens=40) for i, one in enumerate(CONTEXTS[:7])]
+            [
+                request(f"r{i}", context, seed=i, max_tokens=40)
+                for i, context in enumerate(CONTEXTS[:7])
+            ]
         )
         results: dict[str, GenerationResult] = {}
         while len(batch):
             results |= dict(batch.step(0))
-        found.append(results)
+        result_lists.append(results)
         assert speculation is None or engine.stats().drafts.num_accepted > 0
-    assert found[0] == found[1]
+    assert result_lists[0] == result_lists[1]
 
 
 @pytest.mark.usefixtures("always_on")
 async def test_experts_of_rejected_proposals_are_not_reported() -> None:
     config = tiny_config("glm4_moe", vocab_size=24, num_hidden_layers=3)
-    found = []
+    result_lists = []
     for speculation in (None, SPECULATION):
         model = build_model(config, dtype=torch.float32, device="cpu", seed=0)
         engine = TorchEngine(model, max_running=4, returns_experts=True, speculation=speculation)
         async with running(engine):
-            found.append(await generate_all(engine))
-    for one, other in zip(*found, strict=True):
-        assert one.token_ids == other.token_ids
-        assert np.array_equal(one.routed_experts, other.routed_experts)
+            result_lists.append(await generate_all(engine))
+    for plain_result, drafted_result in zip(*result_lists, strict=True):
+        assert plain_result.token_ids == drafted_result.token_ids
+        assert np.array_equal(plain_result.routed_experts, drafted_result.routed_experts)
 
 
 def test_models_with_recurrent_layers_are_refused() -> None:
@@ -284,20 +291,20 @@ def test_tokens_after_proposals_have_the_policys_distribution() -> None:
     # The likeliest token follows the first copy of the context, so it is proposed and sometimes accepted.
     context = (*context, likeliest, *context)
     engine = TorchEngine(model, max_running=num_draws, speculation=SPECULATION)
-    batch, found = engine._batch, []
+    batch, responses = engine._batch, []
     for start in range(0, num_draws, 1000):
         seeds = range(start, start + 1000)
         batch.admit([request(f"r{seed}", context, seed=seed, max_tokens=2) for seed in seeds])
         while len(batch):
-            found += [result.token_ids for _, result in batch.step(0)]
+            responses += [result.token_ids for _, result in batch.step(0)]
     drafts = engine.stats().drafts
     assert 0.02 < drafts.num_accepted / drafts.num_drafts < 0.98
     proposed = propose(list(context), limit=1)[0]
     with torch.no_grad():
         after = model(torch.tensor([(*context, proposed)])).logits[0, -2:]
     expected = torch.softmax(after, -1).numpy()
-    second = [tokens[1] for tokens in found if tokens[0] == proposed]
-    for drawn, shares in ((([t[0] for t in found]), expected[0]), (second, expected[1])):
+    second = [tokens[1] for tokens in responses if tokens[0] == proposed]
+    for drawn, shares in ((([t[0] for t in responses]), expected[0]), (second, expected[1])):
         counts = np.bincount(drawn, minlength=len(shares))
         means = shares * len(drawn)
         is_frequent = means >= 5

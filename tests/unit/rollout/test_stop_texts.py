@@ -25,8 +25,8 @@ def request(context: str, **changes: Any) -> GenerationRequest:
 
 @pytest.mark.parametrize("turn_tokens", range(6))
 def test_a_stop_text_may_begin_anywhere_in_the_turn_but_not_before_it(turn_tokens: int) -> None:
-    asked = request("ENDEN", turn_tokens=turn_tokens, stop_texts=("END",))
-    is_stopped = ends_in_stop_text(asked, TOKENIZER.encode("D"), TOKENIZER.decode)
+    stop_request = request("ENDEN", turn_tokens=turn_tokens, stop_texts=("END",))
+    is_stopped = ends_in_stop_text(stop_request, TOKENIZER.encode("D"), TOKENIZER.decode)
     assert is_stopped == (turn_tokens >= 2)
 
 
@@ -51,17 +51,17 @@ def test_special_tokens_inside_a_stop_text_do_not_hide_it(
     letters = [TOKENIZER.encode(letter)[0] for letter in "xEND"]
     tokens = [token for letter in letters for token in (letter, *special)][:-num_special]
     context, new = tokens[:turn_tokens], tokens[turn_tokens:]
-    asked = replace(
+    stop_request = replace(
         request("", turn_tokens=len(context), stop_texts=("END", "#")), context_ids=tuple(context)
     )
-    assert ends_in_stop_text(asked, new, TOKENIZER.decode)
-    assert not ends_in_stop_text(asked, new[:-1], TOKENIZER.decode)
+    assert ends_in_stop_text(stop_request, new, TOKENIZER.decode)
+    assert not ends_in_stop_text(stop_request, new[:-1], TOKENIZER.decode)
 
 
 def test_letters_of_several_tokens_do_not_hide_a_stop_text() -> None:
     tokens = TOKENIZER.encode("東" * 50 + "END")
-    asked = request("", stop_texts=("東END",))
-    assert ends_in_stop_text(asked, tokens, TOKENIZER.decode)
+    stop_request = request("", stop_texts=("東END",))
+    assert ends_in_stop_text(stop_request, tokens, TOKENIZER.decode)
 
 
 def test_stop_texts_that_no_tokens_spell_are_named() -> None:

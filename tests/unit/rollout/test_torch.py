@@ -103,13 +103,13 @@ async def generate_together(
 ) -> list[GenerationResult]:
     """Returns the results of requests that are admitted in the same step."""
     await engine.pause()
-    asked = [
+    generations = [
         asyncio.ensure_future(engine.generate(request(f"r{i}", context, seed=i, max_tokens=40)))
         for i, context in enumerate(contexts)
     ]
-    await until(lambda: engine.stats().num_waiting == len(asked))
+    await until(lambda: engine.stats().num_waiting == len(generations))
     await engine.resume()
-    return await asyncio.gather(*asked)
+    return await asyncio.gather(*generations)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -203,8 +203,8 @@ async def test_every_token_has_the_version_and_logprob_of_the_weights_that_sampl
         for run_version, count in result.version_runs:
             tokens = result.token_ids[start : start + count]
             expected = reference_logprobs(run_version, context + result.token_ids[:start], tokens)
-            got = torch.tensor(result.logprobs[start : start + count])
-            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+            logprobs = torch.tensor(result.logprobs[start : start + count])
+            torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
             start += count
     assert mixed > len(CONTEXTS) // 2
 
@@ -238,8 +238,8 @@ async def test_recurrent_states_are_those_of_the_live_weights_and_of_resumed_res
         for version, count in result.version_runs:
             with torch.no_grad():
                 logits = models[version](ids).logits[0, len(context) - 1 : -1]
-            own = torch.log_softmax(logits, -1).gather(1, ids[0, len(context) :, None])[:, 0]
-            expected += own[len(expected) : len(expected) + count]
+            logprobs = torch.log_softmax(logits, -1).gather(1, ids[0, len(context) :, None])[:, 0]
+            expected += logprobs[len(expected) : len(expected) + count]
         torch.testing.assert_close(
             torch.tensor(result.logprobs), torch.stack(expected), atol=1e-5, rtol=1e-5
         )
@@ -411,9 +411,9 @@ async def test_contexts_that_are_stored_in_parts_give_the_same_tokens(
     monkeypatch.setattr(decoding, "_MAX_MASK", most)
     async with running(engine := TorchEngine(model, max_running=8)):
         parts = await generate_all(engine)
-    for one, other in zip(whole, parts, strict=True):
-        assert one.token_ids == other.token_ids
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    for whole_result, result_of_parts in zip(whole, parts, strict=True):
+        assert whole_result.token_ids == result_of_parts.token_ids
+        assert whole_result.logprobs == pytest.approx(result_of_parts.logprobs, abs=1e-5)
 
 
 async def test_experts_are_rounded_and_routers_are_not() -> None:
@@ -444,8 +444,8 @@ async def test_a_quantizing_engine_serves_the_rounded_weights_of_each_version(
     for version in range(3):
         weights = weights_of(version)
         before = {name: value.clone() for name, value in weights.items()}
-        for each in (engine, plain):
-            await each.adopt_weights(version, weights)
+        for quantizing_or_plain in (engine, plain):
+            await quantizing_or_plain.adopt_weights(version, weights)
         assert all(torch.equal(weights[name], value) for name, value in before.items())
         rounded = {
             name: fp8_rounded(value, kind)

@@ -81,8 +81,8 @@ def part(source: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": source}}
 
 
-def text(said: str) -> dict[str, str]:
-    return {"type": "text", "text": said}
+def text(content: str) -> dict[str, str]:
+    return {"type": "text", "text": content}
 
 
 async def test_images_of_a_chat_are_where_its_template_shows_them() -> None:

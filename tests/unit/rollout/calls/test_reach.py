@@ -67,17 +67,17 @@ async def test_the_request_goes_to_the_address_that_was_checked_and_names_the_ho
         return [(2, 1, 6, "", ("8.8.8.8", 8080))]
 
     def handler(request):
-        seen.append(request)
+        requests.append(request)
         return httpx.Response(200, json={"score": 1})
 
-    seen: list[httpx.Request] = []
+    requests: list[httpx.Request] = []
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", public)
     transport = httpx.MockTransport(handler)
     service = HttpRewardService(
         "https://judge.example:8080/s", reach=AddressPolicy(), transport=transport
     )
     assert await service.request_score(GIVEN, None) == 1
-    (request,) = seen
+    (request,) = requests
     assert (request.url.host, request.headers["Host"]) == ("8.8.8.8", "judge.example:8080")
     assert request.extensions["sni_hostname"] == "judge.example"
 
@@ -122,10 +122,10 @@ class Bytes(httpx.AsyncByteStream):
 async def test_nothing_is_decompressed(encoding):
     async def send(request):
         assert request.headers["Accept-Encoding"] == "identity"
-        return httpx.Response(200, headers={"Content-Encoding": encoding}, stream=sent)
+        return httpx.Response(200, headers={"Content-Encoding": encoding}, stream=stream)
 
     content = gzip.compress(gzip.compress(b'{"score": ' + b" " * (8 << 20) + b"1}"))
-    sent = Bytes(content)
+    stream = Bytes(content)
     service = HttpRewardService(
         "http://127.0.0.1:1/",
         reach=AddressPolicy({"127.0.0.1"}),
@@ -133,7 +133,7 @@ async def test_nothing_is_decompressed(encoding):
     )
     with pytest.raises(CallError) as caught:
         await service.request_score(GIVEN, None)
-    assert (caught.value.kind, sent.num_read) == ("invalid_value", 0)
+    assert (caught.value.kind, stream.num_read) == ("invalid_value", 0)
 
 
 async def test_identity_content_encoding_is_accepted():

@@ -20,10 +20,14 @@ def wants(row, tried, *, answers):
 NEW = PromptHistory(step=4, tries=0, mean_reward=0.0)
 
 
-async def answers(folder: Path, row: dict[str, int], tried: PromptHistory, given: object) -> str:
+async def answers(
+    folder: Path, row: dict[str, int], tried: PromptHistory, answers_of_function: object
+) -> str:
     """Returns reason and message of the failure, or an empty string if the function accepts the prompt."""
     (folder / "mine.py").write_text(dedent(MINE))
-    spec = CurriculumSpec(function=f"{folder}/mine.py:wants", arguments={"answers": given})
+    spec = CurriculumSpec(
+        function=f"{folder}/mine.py:wants", arguments={"answers": answers_of_function}
+    )
     async with CallPool(1) as calls:
         try:
             await Curriculum(spec, calls).check(row, tried)
@@ -47,12 +51,12 @@ async def answers(folder: Path, row: dict[str, int], tried: PromptHistory, given
 async def test_only_true_has_a_prompt_answered_and_only_false_has_it_wait(
     tmp_path: Path, answer: object, message: str
 ) -> None:
-    found = await answers(tmp_path, {"number": 0}, NEW, [answer])
+    answer_text = await answers(tmp_path, {"number": 0}, NEW, [answer])
     if not message:
-        assert found == ""
+        assert answer_text == ""
     else:
         with pytest.raises(AssertionError, match=message):
-            raise AssertionError(found)
+            raise AssertionError(answer_text)
 
 
 async def test_the_function_receives_the_row_and_the_prompts_history(tmp_path: Path) -> None:

@@ -293,9 +293,9 @@ def test_sets_have_columns_and_templates_of_their_own(tmp_path: Path) -> None:
         load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes")),
     )
     assert [book.num_rows(split) for split in book.splits] == [5, 1]
-    one, other = book.prompt("train.sums", 2), book.prompt("train.products", 0)
-    assert (one.text, one.answer) == ("2+1=", "3")
-    assert (other.text, other.answer) == ("Q: 2*3=", "6")
+    sum_prompt, product_prompt = book.prompt("train.sums", 2), book.prompt("train.products", 0)
+    assert (sum_prompt.text, sum_prompt.answer) == ("2+1=", "3")
+    assert (product_prompt.text, product_prompt.answer) == ("Q: 2*3=", "6")
 
 
 def test_a_large_parquet_file_is_mapped_and_has_the_same_rows(

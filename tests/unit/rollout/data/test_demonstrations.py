@@ -76,9 +76,9 @@ def test_the_tokens_are_those_of_the_whole_rendered_conversation() -> None:
     used = tokenizer(PLAIN)
     shown = of_chat(TALK, (), used, turns="all")
     whole = used.encode(used.render_chat(TALK, opens_answer=False))
-    found = [*shown.prompt_ids, *(t for s in shown.stretches for t in s.token_ids)]
-    assert found == whole[: len(found)]
-    assert used.decode(whole[len(found) :]).strip() == ""
+    token_ids = [*shown.prompt_ids, *(t for s in shown.stretches for t in s.token_ids)]
+    assert token_ids == whole[: len(token_ids)]
+    assert used.decode(whole[len(token_ids) :]).strip() == ""
 
 
 def test_a_template_that_rewrites_history_is_rejected_unless_the_last_answer_trains() -> None:
@@ -135,7 +135,7 @@ CHAT = {"answer_column": None, "chat_template": True}
 def test_the_tools_of_a_row_may_be_json_text() -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     template = "{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}" + PLAIN
-    rows = [{"prompt": TALK, "tools": each} for each in (tools, json.dumps(tools), 3)]
+    rows = [{"prompt": TALK, "tools": row_tools} for row_tools in (tools, json.dumps(tools), 3)]
     store = book(rows, template=template, **CHAT)
     first, second = (store.prompt("train", row).demonstrations for row in range(2))
     assert first == second
@@ -171,7 +171,7 @@ def test_a_cut_keeps_what_fits() -> None:
     first = len(shown.stretches[0].token_ids)
     cut = shown.cut(first + 3)
     assert cut.num_tokens == first + 3
-    assert [part.is_answer for part in cut.stretches] == [True, False]
+    assert [stretch.is_answer for stretch in cut.stretches] == [True, False]
     assert shown.cut(shown.num_tokens) == shown
 
 

@@ -28,11 +28,11 @@ def answers(tmp_path: Path) -> Any:
     (tmp_path / "code.py").write_text(CODE)
 
     def of(*filters: dict[str, Any], limit: int | None = None) -> list[str]:
-        for each in filters:
-            if "function" in each:
-                each["function"] = f"{tmp_path}/code.py:{each['function']}"
-        part = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "limit": limit}
-        train = {"some": {**part, "filters": filters}}
+        for row_filter in filters:
+            if "function" in row_filter:
+                row_filter["function"] = f"{tmp_path}/code.py:{row_filter['function']}"
+        dataset = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "limit": limit}
+        train = {"some": {**dataset, "filters": filters}}
         rows = open_sources(DataSpec(train=train))["train.some"]  # type: ignore[arg-type]
         return [rows[index]["answer"] for index in range(len(rows))]
 
@@ -40,7 +40,7 @@ def answers(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("spec", "kept"),
+    ("spec", "passing_rows"),
     [
         ({"column": "level", "at_least": 3}, ["2", "3"]),
         ({"column": "level", "at_least": 1, "at_most": 3}, ["1", "3"]),
@@ -54,9 +54,9 @@ def answers(tmp_path: Path) -> Any:
     ],
 )
 def test_rows_that_do_not_pass_are_left_out(
-    answers: Any, spec: dict[str, Any], kept: list[str]
+    answers: Any, spec: dict[str, Any], passing_rows: list[str]
 ) -> None:
-    assert answers(spec) == kept
+    assert answers(spec) == passing_rows
 
 
 def test_a_limit_counts_the_rows_that_pass_all_filters(answers: Any) -> None:
@@ -91,9 +91,9 @@ def test_a_filter_that_cannot_be_applied_is_named(
 
 def test_a_damaged_row_is_rejected_when_it_is_issued(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n{damaged\n")
-    part = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl")}
+    dataset = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl")}
     filters = [{"column": "level", "at_least": 1}]
-    rows = open_sources(DataSpec(train={**part, "filters": filters}))["train"]  # type: ignore[arg-type]
+    rows = open_sources(DataSpec(train={**dataset, "filters": filters}))["train"]  # type: ignore[arg-type]
     assert len(rows) == 2
     with pytest.raises(ValueError, match="row 1"):
         rows[1]

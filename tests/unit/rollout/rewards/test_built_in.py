@@ -81,12 +81,12 @@ async def test_a_built_in_reward_knows_that_the_template_began_the_reasoning() -
     )
     async with CallPool(1) as pool:
         scorer = Scorer([RewardSpec(name="math_verify")], pool)
-        for given, score in (
+        for reward_input, score in (
             (unfinished, 0.0),
             (replace(unfinished, response="6 or 7</think>72"), 1.0),
             (replace(unfinished, opens_reasoning=False), 1.0),
         ):
-            assert (await scorer.score(given)).value == score
+            assert (await scorer.score(reward_input)).value == score
 
 
 GOLD = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"

@@ -62,21 +62,21 @@ async def scores(name: str, *responses: str, **changes: Any) -> list[Any]:
 
 
 async def test_a_function_ranks_the_responses_of_a_group(rewards: str) -> None:
-    found = await scores(f"{rewards}:rank", "aa", "a", "aaa", sees="group", weight=0.5)
-    assert [score.value for score in found] == [0.5, 0.0, 1.0]
-    assert [score.terms for score in found] == [{"rank": 1.0}, {"rank": 0.0}, {"rank": 2.0}]
+    group_scores = await scores(f"{rewards}:rank", "aa", "a", "aaa", sees="group", weight=0.5)
+    assert [score.value for score in group_scores] == [0.5, 0.0, 1.0]
+    assert [score.terms for score in group_scores] == [{"rank": 1.0}, {"rank": 0.0}, {"rank": 2.0}]
 
 
 async def test_a_response_is_worth_its_wins_over_the_others(rewards: str) -> None:
-    found = await scores(f"{rewards}:longer", "aa", "a", "aaa", "bb", sees="pairs")
-    assert [score.value for score in found] == pytest.approx([0.5, 0.0, 1.0, 0.5])
+    group_scores = await scores(f"{rewards}:longer", "aa", "a", "aaa", "bb", sees="pairs")
+    assert [score.value for score in group_scores] == pytest.approx([0.5, 0.0, 1.0, 0.5])
     (alone,) = await scores(f"{rewards}:longer", "aa", sees="pairs")
     assert alone.value == 0.5
 
 
 async def test_a_comparison_may_see_whole_episodes(rewards: str) -> None:
-    found = await scores(f"{rewards}:turns", "a", "b", sees="group", sees_episode=True)
-    assert [score.value for score in found] == [2.0, 2.0]
+    group_scores = await scores(f"{rewards}:turns", "a", "b", sees="group", sees_episode=True)
+    assert [score.value for score in group_scores] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(

@@ -103,14 +103,14 @@ async def test_a_reward_that_sleeps_for_ever_costs_no_more_than_its_deadline(rew
 )
 async def test_only_finite_numbers_are_scores(value: object) -> None:
     class Judge:
-        async def score(self, given: RewardInput, **_: object) -> object:
+        async def score(self, reward_input: RewardInput, **_: object) -> object:
             return value
 
     spec = RewardSpec(name="http://judge", weight=10.0)
     scorer = Scorer([spec], None, {"http://judge": Judge()})  # type: ignore[arg-type,dict-item]
-    given = RewardInput(prompt="", response="", answer=None, row={})
+    reward_input = RewardInput(prompt="", response="", answer=None, row={})
     with pytest.raises(CallError, match="must return a finite number") as caught:
-        await scorer.score(given)
+        await scorer.score(reward_input)
     assert caught.value.kind == "invalid_value"
     assert len(caught.value.message) < 400
 

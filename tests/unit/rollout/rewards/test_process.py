@@ -48,14 +48,14 @@ async def score(*specs: RewardSpec) -> Score:
 async def test_turns_and_tokens_are_credited_where_they_are_and_summed_elsewhere(
     rewards: str,
 ) -> None:
-    found = await score(
+    total = await score(
         RewardSpec(name=f"{rewards}:turns", per="turn", weight=0.5),
         RewardSpec(name=f"{rewards}:tokens", per="token"),
         RewardSpec(name=f"{rewards}:whole"),
     )
-    assert found.tokens == (0.5, 0.0, 0.5, 0.25, -1.0)
-    assert found.value == pytest.approx(0.5 * -1.0 + 0.75 + 3.0)
-    assert found.terms == {"turns": -1.0, "tokens": 0.75, "whole": 3.0}
+    assert total.tokens == (0.5, 0.0, 0.5, 0.25, -1.0)
+    assert total.value == pytest.approx(0.5 * -1.0 + 0.75 + 3.0)
+    assert total.terms == {"turns": -1.0, "tokens": 0.75, "whole": 3.0}
     assert (await score(RewardSpec(name=f"{rewards}:whole"))).tokens == ()
 
 
@@ -122,7 +122,7 @@ async def test_a_sample_has_a_reward_for_each_token_of_its_response(rewards: str
     samples = outcome.published["g0"]
     rewards = rows_of(sample_fields(samples, has_token_rewards=True)["token_rewards"])
     for row, sample in enumerate(samples):
-        lengths = [len(each.token_ids) for each in sample.turns]
+        lengths = [len(turn.token_ids) for turn in sample.turns]
         expected = [0.0] * (lengths[0] - 1) + [float(lengths[0])]
         expected += [0.0] * lengths[1] + [0.0] * (lengths[2] - 1) + [float(lengths[2])]
         assert rewards[row].tolist() == expected

@@ -30,10 +30,10 @@ def test_requests_without_tokens_past_the_deadline_are_a_stall() -> None:
 
 def test_tokens_updates_and_idleness_are_no_stall() -> None:
     watch = ProgressWatch(deadline_s=10)
-    for now, seen in enumerate(
+    for now, report in enumerate(
         [stats(3, 1), stats(3, 2), stats(0, 2), stats(3, 2), stats(3, 2, weight_version=1)]
     ):
-        watch.check(seen, now=9.0 * now)
+        watch.check(report, now=9.0 * now)
     watch.check(stats(3, 2, weight_version=1), now=9.0 * 5)
 
 

@@ -96,9 +96,9 @@ class ScoreBy:
         self.function = function
         self.calls = 0
 
-    async def score(self, given: RewardInput) -> Score:
+    async def score(self, reward_input: RewardInput) -> Score:
         self.calls += 1
-        return Score(self.function(given))
+        return Score(self.function(reward_input))
 
 
 def tokenizer() -> Tokenizer:
@@ -154,7 +154,11 @@ async def sampling(
 
 
 async def test_groups_are_published_whole_with_fields_and_tags_that_agree() -> None:
-    async with sampling(ScoreBy(lambda given: float(len(given.response)))) as (sampler, outcome, _):
+    async with sampling(ScoreBy(lambda reward_input: float(len(reward_input.response)))) as (
+        sampler,
+        outcome,
+        _,
+    ):
         sampler.start([assignment("a"), assignment("b", 1)])
         await outcome.wait_for(2)
     samples = outcome.published["a"]
@@ -201,8 +205,8 @@ async def test_rewards_can_see_every_message_of_an_episode() -> None:
     async def result() -> str:
         return "7"
 
-    def look(given: RewardInput) -> float:
-        histories.append(given.episode())
+    def look(reward_input: RewardInput) -> float:
+        histories.append(reward_input.episode())
         return 1.0
 
     histories: list[Any] = []
@@ -236,7 +240,7 @@ async def test_bad_prompts_are_rejected_one_by_one() -> None:
 
 
 def fail_first(count: int) -> ScoreBy:
-    def score(given: RewardInput) -> float:
+    def score(reward_input: RewardInput) -> float:
         if reward.calls <= count:
             raise CallError("timeout", "too slow")
         return 1.0
@@ -361,7 +365,7 @@ async def test_interrupted_groups_resume_on_another_replica_with_the_same_tokens
     groups = [
         assignment(f"g{index}", index % 2, seeds=(index, 50 + index, 9)) for index in range(6)
     ]
-    score = ScoreBy(lambda given: float(len(given.response)))
+    score = ScoreBy(lambda reward_input: float(len(reward_input.response)))
     async with sampling(score, **LONG) as (sampler, whole, _):
         sampler.start(groups)
         await whole.wait_for(6)
@@ -382,13 +386,13 @@ async def test_interrupted_groups_resume_on_another_replica_with_the_same_tokens
         )
     assert not cache.rows
     for name, samples in (first.published | second.published).items():
-        for expected, got in zip(whole.published[name], samples, strict=True):
-            assert got.response_ids == expected.response_ids
-            assert got.score == expected.score
+        for expected, resumed in zip(whole.published[name], samples, strict=True):
+            assert resumed.response_ids == expected.response_ids
+            assert resumed.score == expected.score
 
 
 async def test_parked_groups_end_with_the_same_tokens() -> None:
-    score = ScoreBy(lambda given: float(len(given.response)))
+    score = ScoreBy(lambda reward_input: float(len(reward_input.response)))
     async with sampling(score, **LONG) as (sampler, whole, _):
         sampler.start([assignment("a")])
         await whole.wait_for(1)
@@ -404,8 +408,8 @@ async def test_parked_groups_end_with_the_same_tokens() -> None:
         assert engine.stats().tokens_total == total
     assert longest / 2 <= attempt <= longest / 2 + 1
     assert score.calls == 3
-    got = [sample.response_ids for sample in parts.published["a"]]
-    assert got == [sample.response_ids for sample in whole.published["a"]]
+    responses = [sample.response_ids for sample in parts.published["a"]]
+    assert responses == [sample.response_ids for sample in whole.published["a"]]
 
 
 async def test_a_checkpoint_is_enough_to_resume_after_a_crash() -> None:
@@ -451,7 +455,7 @@ async def test_storing_after_updates_takes_a_small_part_of_the_time_only() -> No
 
 async def test_an_interruption_while_a_reward_is_computed_keeps_the_response() -> None:
     class Stuck:
-        async def score(self, given: RewardInput) -> Score:
+        async def score(self, reward_input: RewardInput) -> Score:
             scoring.set()
             await asyncio.Event().wait()
             return Score(0.0)
@@ -507,10 +511,10 @@ async def test_an_interruption_whose_caller_leaves_still_returns_the_groups() ->
     class SlowCache(MemoryCache):
         saving, may_save = asyncio.Event(), asyncio.Event()
 
-        async def save(self, *given: Any, **also: Any) -> None:
+        async def save(self, *arguments: Any, **options: Any) -> None:
             self.saving.set()
             await self.may_save.wait()
-            await super().save(*given, **also)
+            await super().save(*arguments, **options)
 
     cache = SlowCache()
     async with sampling(ScoreBy(lambda _: 1.0), cache=cache, **LONG) as (sampler, outcome, engine):

@@ -81,8 +81,8 @@ def _vllm(request: dict[str, Any]) -> dict[str, Any]:
         chosen = {*order[: request["prompt_logprobs"]], token}
         entries.append(
             {
-                str(each): {"logprob": row[each].item(), "rank": order.index(each) + 1}
-                for each in sorted(chosen)
+                str(token): {"logprob": row[token].item(), "rank": order.index(token) + 1}
+                for token in sorted(chosen)
             }
         )
     return {"choices": [{"prompt_logprobs": entries}]}
@@ -90,23 +90,23 @@ def _vllm(request: dict[str, Any]) -> dict[str, Any]:
 
 def _sglang(request: dict[str, Any]) -> dict[str, Any]:
     ids = request["input_ids"]
-    own: list[Any] = [[None, ids[0], None]]
+    token_logprobs: list[Any] = [[None, ids[0], None]]
     top: list[Any] = [None]
     for token, row in zip(ids[1:], _logprobs(ids), strict=True):
         values, places = row.topk(request["top_logprobs_num"])
-        own.append([row[token].item(), token, None])
+        token_logprobs.append([row[token].item(), token, None])
         top.append([[v, i, None] for v, i in zip(values.tolist(), places.tolist(), strict=True)])
-    return {"meta_info": {"input_token_logprobs": own, "input_top_logprobs": top}}
+    return {"meta_info": {"input_token_logprobs": token_logprobs, "input_top_logprobs": top}}
 
 
 def _teacher(
     spec: RunSpec, answer: Callable[[dict[str, Any]], dict[str, Any]], failures: int = 0
 ) -> Teacher:
-    left = [failures]
+    failures_left = [failures]
 
     def handle(request: httpx.Request) -> httpx.Response:
-        left[0] -= 1
-        if left[0] >= 0:
+        failures_left[0] -= 1
+        if failures_left[0] >= 0:
             return httpx.Response(503)
         return httpx.Response(200, json=answer(json.loads(request.content)))
 
@@ -142,15 +142,15 @@ async def test_a_server_returns_what_the_trainer_would_compute(server: str, answ
 
 
 async def test_a_teacher_with_its_own_prompt_sees_it() -> None:
-    asked: list[list[int]] = []
+    prompts: list[list[int]] = []
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        asked.append(request["prompt"])
+        prompts.append(request["prompt"])
         return _vllm(request)
 
     teacher = _teacher(_spec(prompt_column="solved"), answer)
     fields = await teacher.fields("train", _prompt(teacher_ids=(9, 9, 3, 4)), [_sample(0, (6, 7))])
-    assert asked == [[9, 9, 3, 4, 6, 7]]
+    assert prompts == [[9, 9, 3, 4, 6, 7]]
     assert [row.tolist() for row in fields["teacher_prompt_ids"]] == [[9, 9, 3, 4]]
     assert fields["teacher_topk"][0].shape == (2, TOP_K + 1, 2)
 

@@ -52,9 +52,9 @@ async def test_files_and_snapshots_keep_every_byte() -> None:
     async with sandbox() as box:
         await box.write("deep/it's a file", content)
         assert await box.read("/sandbox/deep/it's a file") == content
-        kept = await box.snapshot()
+        snapshot = await box.snapshot()
         await box.run("rm -r deep; touch other")
-        await box.restore(kept)
+        await box.restore(snapshot)
         assert (await box.run("ls")).text == "deep\n"
         assert await box.read("deep/it's a file") == content
         with pytest.raises(SandboxError, match="No such file"):
@@ -81,8 +81,8 @@ async def test_a_limit_kills_the_command_and_the_sandbox_goes_on(command: str, l
     async with sandbox() as box:
         result = await box.run(command, timeout_s=timeout_s)
         assert (result.limit, result.exit_status) == (limit, 137)
-        left = await box.run("ps -e -o stat=,comm= | grep -v ^Z | grep -c sleep")
-        assert left.text == "0\n"
+        processes = await box.run("ps -e -o stat=,comm= | grep -v ^Z | grep -c sleep")
+        assert processes.text == "0\n"
 
 
 FORKS = """
@@ -148,12 +148,14 @@ async def test_settings_of_the_kernel_cannot_be_written() -> None:
 
 
 async def test_memory_that_no_process_maps_is_bounded_too() -> None:
-    one = "head -c 1000000 /dev/zero"
+    megabyte = "head -c 1000000 /dev/zero"
     async with sandbox() as box:
         for folder in ("", "/dev", "/etc", "/root"):
-            assert (await box.run(f"{one} > {folder}/x")).exit_status != 0, folder
+            assert (await box.run(f"{megabyte} > {folder}/x")).exit_status != 0, folder
         for folder in ("/tmp", "/dev/shm"):
-            filled = await box.run(f"for i in 1 2 3 4 5; do {one} > {folder}/$i || exit 9; done")
+            filled = await box.run(
+                f"for i in 1 2 3 4 5; do {megabyte} > {folder}/$i || exit 9; done"
+            )
             assert filled.exit_status == 9, folder
         for call in (
             "os.memfd_create('x')",
