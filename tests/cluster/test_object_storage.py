@@ -21,6 +21,7 @@ from tests.cluster.release import (
     assert_ledger_closes,
     eventually,
     installed_release,
+    sort4_spec,
 )
 from tests.helpers.cli import slipstream
 from tests.helpers.s3 import environment, needs_s3, new_bucket, s3_server
@@ -94,14 +95,20 @@ def test_a_run_in_a_store_resumes_there_after_the_loss_of_each_pod_with_its_disk
 ) -> None:
     core = installed.cluster.core
     folder = f"{bucket}/runs/sort"
+    warm_start = sort4_spec()["model"]["warm_start"] | {"steps": 50}
+    checkpoint = {"every": 5, "directory": folder}
+    # The test is not about what the run learns: its steps are small.
     run_id = installed.submit(
+        model={"warm_start": warm_start},
+        rollout={"replicas": 1, "group_size": 4},
+        trainer={"steps": 5000, "prompts_per_step": 8, "checkpoint": checkpoint},
+        validation={"every": 0},
         record="full",
         samples={"directory": f"{bucket}/samples"},
-        trainer={"steps": 5000, "checkpoint": {"every": 5, "directory": folder}},
         limits={"max_restarts": 3},
     )
     samples_url = f"{bucket}/samples/{run_id}"
-    installed.wait(run_id, lambda run: run["step"] >= 8, timeout_s=400)
+    installed.wait(run_id, lambda run: run["step"] >= 8, timeout_s=600)
     eventually(lambda: bool(uploaded_steps(installed, run_id)), timeout_s=60)
     eventually(lambda: bool(ObjectFolder(samples_url).list()), timeout_s=60)
     assert installed.events(run_id, "CheckpointsVolatile") == []
