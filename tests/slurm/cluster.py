@@ -40,7 +40,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1,bf_max_ti
 JobAcctGatherType=jobacct_gather/none
 GresTypes=gpu
 MpiDefault=none
-SlurmdTimeout=10
+SlurmdTimeout=30
 KillWait=5
 ReturnToService=2
 PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP
