@@ -23,11 +23,14 @@ import zmq
 from deploy.observability import alerts
 from tests.helpers.cli import as_owner, descendants, slipstream, started
 from tests.helpers.ports import free_port
+from tests.helpers.s3 import Relay, environment, needs_s3, new_bucket, s3_server
 from tests.helpers.tools import require
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [needs_s3, pytest.mark.cluster, pytest.mark.timeout(900)]
 
 _WITHIN_S = 240.0
+_TARGETS = "workers.json"
+"""File in which the launcher lists the workers' metrics."""
 # The staleness gate and the weight session prevent the conditions of these alerts.
 _NOT_PROVOKED = {"SlipstreamStalenessViolated", "SlipstreamVersionLag"}
 _VALUES = {
@@ -52,19 +55,19 @@ _SPEC = {
     "trainer": {"steps": 10_000, "prompts_per_step": 2, "checkpoint": {"every": 1}},
     "limits": {"max_restarts": 3},
     "validation": {"every": 0},
+    "algorithm": {},
+    "weight_sync": {},
+    "samples": {},
 }
 _REWARDS = """
 import random
 import time
 
 def slow_and_faulty(prompt, response, answer, row):
-    time.sleep(1.0)
+    time.sleep(4.0)  # several times as long as a step, also on a busy machine
     if random.random() < 0.3:
         raise ValueError("provoked")
     return random.random()
-
-def infinite_in_float32(prompt, response, answer, row):
-    return 1e39
 """
 _SLOW_DATA = """
 import time
@@ -79,9 +82,15 @@ class Provoked:
     """Running services, their Prometheus, and methods that provoke alerts."""
 
     def __init__(
-        self, folder: Path, command: subprocess.Popen[str], api: httpx.Client, metrics_port: int
+        self,
+        folder: Path,
+        command: subprocess.Popen[str],
+        api: httpx.Client,
+        metrics_port: int,
+        bucket: str,
     ) -> None:
         self.folder = folder
+        self.bucket = bucket
         self.command = command
         self.prometheus = api
         self.metrics_port = metrics_port
@@ -95,7 +104,7 @@ class Provoked:
     def submit(self, name: str, **changes: Any) -> str:
         """Submits the specification with changes; returns the run's id."""
         spec = {part: values | changes.get(part, {}) if isinstance(values, dict) else values
-                for part, values in (_SPEC | {"weight_sync": {}}).items()}  # fmt: skip
+                for part, values in _SPEC.items()}  # fmt: skip
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(spec))
         result = slipstream("submit", path, "--url", self.url)
@@ -127,8 +136,8 @@ class Provoked:
 
     def process(self, service: str) -> psutil.Process:
         """Returns the process of a service."""
-        found = descendants(self.command)
-        (process,) = [process for name, process in found.items() if name.startswith(service)]
+        running = descendants(self.command)
+        (process,) = [process for name, process in running.items() if name.startswith(service)]
         return process
 
     def successor(self, service: str, former: psutil.Process) -> psutil.Process:
@@ -168,6 +177,7 @@ def shortened_rules() -> dict[str, Any]:
     text = json.dumps(alerts.rules())
     for name, value in _VALUES.items():
         text = text.replace(f"@{name}@", value)
+    text = text.replace("failing_seconds) > 300", "failing_seconds) > 1")
     rules: dict[str, Any] = json.loads(re.sub(r"\[\d+m\]", "[20s]", text))
     for rule in rules["groups"][0]["rules"]:
         rule["for"] = "1s"
@@ -176,7 +186,7 @@ def shortened_rules() -> dict[str, Any]:
 
 @contextmanager
 def prometheus(folder: Path, ports: dict[str, int]) -> Iterator[httpx.Client]:
-    """Runs a Prometheus that scrapes the services each second until the block ends; yields its API."""
+    """Runs a Prometheus that scrapes all processes each second until the block ends; yields its API."""
     (program,) = require("prometheus")
     (folder / "rules.yaml").write_text(yaml.safe_dump(shortened_rules()))
     scraped = [
@@ -185,7 +195,15 @@ def prometheus(folder: Path, ports: dict[str, int]) -> Iterator[httpx.Client]:
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": ["rules.yaml"],
-        "scrape_configs": [{"job_name": "slipstream", "static_configs": scraped}],
+        "scrape_configs": [
+            {
+                "job_name": "slipstream",
+                "static_configs": scraped,
+                "file_sd_configs": [
+                    {"files": [str(folder / _TARGETS)], "refresh_interval": "1s"},
+                ],
+            }
+        ],
     }
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{ports['prometheus']}"
@@ -203,25 +221,36 @@ def prometheus(folder: Path, ports: dict[str, int]) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Provoked]:
+def relay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
+    """Is between all services and an object store."""
+    with s3_server() as port, Relay(port) as between:
+        for name, value in environment(between.port).items():
+            monkeypatch.setenv(name, value)
+        yield between
+
+
+@pytest.fixture
+def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relay: Relay) -> Iterator[Provoked]:
     (tmp_path / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(32))
     )
     (tmp_path / "reward.py").write_text(_REWARDS)
     (tmp_path / "slow_data.py").write_text(_SLOW_DATA)
-    names = ("prometheus", "controller", "transferqueue", "trainer", "rollout")
+    names = ("prometheus", "controller", "transferqueue")
     ports = {name: free_port() for name in names}
     for name in names[1:]:
         monkeypatch.setenv(f"SLIPSTREAM_{name.upper()}_METRICS_PORT", str(ports[name]))
+    monkeypatch.setenv("SLIPSTREAM_CONTROLLER_METRIC_TARGETS", str(tmp_path / _TARGETS))
     arguments = ("up", "--port", "0", "--state-directory", tmp_path)
     with (
         started(*arguments, until="controller at http") as (process, _),
         prometheus(tmp_path, ports) as api,
     ):
-        yield Provoked(tmp_path, process, api, ports["transferqueue"])
+        bucket = new_bucket(relay.port)
+        yield Provoked(tmp_path, process, api, ports["transferqueue"], bucket)
 
 
-def test_alerts_fire_when_they_are_provoked(provoked: Provoked) -> None:
+def test_alerts_fire_when_they_are_provoked(provoked: Provoked, relay: Relay) -> None:
     slow = {"train": {"source": "python", "path": "slow_data.py:prompts"}}
     run_id = provoked.submit("slow", data=slow)
     provoked.until("SlipstreamRunStuckStarting")
@@ -250,11 +279,29 @@ def test_alerts_fire_when_they_are_provoked(provoked: Provoked) -> None:
     eventually(lambda: provoked.run(run_id)["state"] == "CANCELLED", "the end of the run")
     ask_for_damaged_events(provoked, run_id)
 
-    provoked.submit("infinite", rollout={"rewards": [{"name": "reward.py:infinite_in_float32"}]})
+    # The first step makes weights whose products overflow; later ones are trained
+    # with them before they are published.
+    provoked.submit(
+        "infinite",
+        algorithm={"max_staleness": 8},
+        trainer={"optimizer": {"learning_rate": 1e30}},
+        weight_sync={"publish_every": 4},
+        limits={"max_restarts": 0},
+    )
     provoked.until("SlipstreamNonFiniteStep", "SlipstreamRunFailed")
 
     run_id = provoked.submit("hasty", weight_sync={"transfer_timeout_s": 1e-6})
     provoked.until("SlipstreamWeightSyncFailing")
+    slipstream("cancel", run_id, "--url", provoked.url)
+
+    # Each step makes another policy of the one that sampled the next step's batch.
+    checkpoints = {"every": 1, "directory": f"{provoked.bucket}/checkpoints"}
+    trainer = {"checkpoint": checkpoints, "optimizer": {"learning_rate": 0.1}}
+    samples = {"directory": f"{provoked.bucket}/samples"}
+    run_id = provoked.submit("hurried", trainer=trainer, samples=samples)
+    provoked.until("SlipstreamPolicyMismatch")
+    relay.set("refuse")
+    provoked.until("SlipstreamCheckpointUploadFailing", "SlipstreamSampleUploadFailing")
     slipstream("cancel", run_id, "--url", provoked.url)
     seen = provoked.fired()
 
@@ -283,22 +330,22 @@ def block_checkpoints(folder: Path) -> None:
 
 def call_without_token(port: int) -> None:
     """Sends unauthenticated calls often enough for the alert's rate."""
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        call = channel.unary_unary("/slipstream.transferqueue.v1.TransferQueueService/GetStats")
-        for _ in range(50):
+    # A connection with several refused calls is closed, so each call has its own.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    for _ in range(50):
+        with grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+            call = channel.unary_unary("/slipstream.transferqueue.v1.TransferQueueService/GetStats")
             with pytest.raises(grpc.RpcError) as refused:
                 call(b"", timeout=20)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def send_garbage(port: int) -> None:
-    """Sends bytes that are not a valid message to the data plane."""
+    """Sends bytes to the data plane, which has not admitted the sender and so does not answer."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.RCVTIMEO, 20_000)
         dealer.connect(f"tcp://127.0.0.1:{port}")
         dealer.send_multipart([b"garbage", b"more"])
-        dealer.recv_multipart()  # the reply that refuses the message
-        dealer.close(linger=0)
+        dealer.close(linger=20_000)  # milliseconds until it must have been sent
 
 
 def ask_for_damaged_events(provoked: Provoked, run_id: str) -> None:
