@@ -1,11 +1,12 @@
 """Runs of sort4 with everything in an object store: ``python -m bench.objects [--smoke]``.
 
 Model, data and checkpoints are in a bucket of a server of the S3 protocol on this machine
-(``make s3-server``). Three measurements:
+(``make s3-server``), in the first measurement also records of steps and samples. Three measurements:
 
 kills    the trainer, or all processes at once, are killed at random moments, every second time with the
-         loss of the local checkpoints; after each kill every visible checkpoint is downloaded and
-         verified. Bar: the run goes on each time, and no checkpoint is torn.
+         loss of the local checkpoints; after each kill every visible checkpoint, every object of samples
+         and each new file of the newest record is downloaded and verified. Bar: the run goes on each
+         time, and no object is torn.
 steps    intervals between steps with a checkpoint of each step, with and without the store, alternating,
          and the processor time of the trainer per step, which other work of the host changes less.
          Bar: the median interval with the store is at most 5 % longer.
@@ -17,6 +18,7 @@ Results go to ``bench/results/objects.json``.
 """
 
 import argparse
+import gzip
 import json
 import math
 import os
@@ -30,6 +32,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -39,14 +42,18 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import xxhash
 import yaml
 
 from bench.report import device_name, read_json, write_json
 from bench.whole_run import REPOSITORY, steps_in
 from examples import sort4
+from services.common.errors import DataLossError, NotFoundError
 from services.extras.objects.checkpoints import ObjectCheckpoints
 from services.extras.objects.connection import ObjectFolder
 from services.extras.objects.layout import stored_checkpoints
+from services.extras.objects.records import record_objects
+from services.extras.objects.transfers import Patience
 from services.trainer.checkpoint import manifest
 
 RESULTS = REPOSITORY / "bench" / "results" / "objects.json"
@@ -220,6 +227,7 @@ def on_disk(folder: Path, *, steps: int) -> Path:
     examples = REPOSITORY / "examples" / "sort4.py"
     changes = {
         "model.warm_start.examples": f"{examples}:warm_start",
+        "model.warm_start.steps": 50,  # no measurement depends on the model's score
         "data.train.path": f"{examples}:train",
         "data.heldout.path": f"{examples}:heldout",
         "trainer.steps": steps,
@@ -228,9 +236,10 @@ def on_disk(folder: Path, *, steps: int) -> Path:
     return specification(folder, f"disk-{steps}", changes)
 
 
-def in_bucket(folder: Path, name: str, *, steps: int) -> Path:
+def in_bucket(folder: Path, name: str, *, steps: int, **further: Any) -> Path:
     """Returns the specification of a run whose model, data and checkpoints are in the bucket."""
     changes = {
+        **further,
         "model": {"path": f"{BUCKET}/model", "tokenizer": "chars:0123456789="},
         "data.train": {"source": "jsonl", "path": f"{BUCKET}/train.jsonl"},
         "data.heldout": {"source": "jsonl", "path": f"{BUCKET}/heldout.jsonl"},
@@ -351,10 +360,14 @@ def measure_kills(
         report: Receives the counts after each kill, so that an interruption loses none.
     """
     rng = random.Random(seed)
-    name = "killed"
-    command = Command(in_bucket(folder, name, steps=3 * kills + 4), folder / name)
+    name, samples = "killed", f"{BUCKET}/samples"
+    spec = in_bucket(
+        folder, name, steps=3 * kills + 4, record="full", samples={"directory": samples}
+    )
+    command = Command(spec, folder / name)
     counts = {"trainer": 0, "everything": 0, "with_loss_of_disk": 0}
     verified = torn = 0
+    objects = VerifiedObjects()
     try:
         command.start()
         for number in range(kills):
@@ -372,12 +385,15 @@ def measure_kills(
                 command.kill_trainer(loses_disk=loses_disk)
             whole, damaged = verify_all(f"{BUCKET}/{name}", folder / f"read-{number}")
             verified, torn = verified + whole, torn + damaged
+            objects.read_samples(samples)
+            objects.read_record(f"{BUCKET}/{name}")
             report(
                 {
                     "kills": number + 1,
                     **counts,
                     "verified_checkpoints": verified,
                     "torn_checkpoints": torn,
+                    **objects.counts(),
                     "steps": max(int(step["step"]) for step in command.steps()),
                     "ended": False,
                 }
@@ -385,12 +401,15 @@ def measure_kills(
         command.wait()
     finally:
         command.close()
+    objects.read_samples(samples)
+    objects.read_record(f"{BUCKET}/{name}")
     steps = [int(step["step"]) for step in command.steps()]
     return {
         "kills": kills,
         **counts,
         "verified_checkpoints": verified,
         "torn_checkpoints": torn,
+        **objects.counts(),
         "steps": max(steps),
         "ended": True,
         "cores": os.cpu_count(),
@@ -515,6 +534,48 @@ def verify_all(url: str, folder: Path) -> tuple[int, int]:
             torn += 1
     shutil.rmtree(folder, ignore_errors=True)
     return whole, torn
+
+
+class VerifiedObjects:
+    """Objects of samples and of a record that were read whole, or torn. An object is read once."""
+
+    def __init__(self) -> None:
+        self._samples: set[str] = set()
+        self._record_files: set[str] = set()
+        self._torn: set[str] = set()
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "verified_sample_objects": len(self._samples),
+            "verified_record_files": len(self._record_files),
+            "torn_objects": len(self._torn),
+        }
+
+    def read_samples(self, url: str) -> None:
+        store = ObjectFolder(url)
+        for name in {stored.name for stored in store.list()} - self._samples:
+            try:
+                for line in gzip.decompress(store.read(name)).splitlines():
+                    json.loads(line)
+            except (OSError, EOFError, zlib.error, ValueError):
+                self._torn.add(f"{url}/{name}")
+            else:
+                self._samples.add(name)
+
+    def read_record(self, url: str) -> None:
+        store = ObjectFolder(url)
+        try:
+            objects, _ = record_objects(store, Patience(url))
+        except NotFoundError:  # no checkpoint has been uploaded
+            return
+        except DataLossError:
+            self._torn.add(f"{url}/record")
+            return
+        for name in {stored.name for stored in objects} - self._record_files:
+            with suppress(NotFoundError):  # the run deletes what it has overwritten
+                digest = xxhash.xxh3_128_hexdigest(store.read(name))
+                whole = name.endswith(f"-{digest}")
+                (self._record_files if whole else self._torn).add(name)
 
 
 def main() -> None:
