@@ -390,7 +390,8 @@ def _same_value(expected: str, candidate: str) -> bool:
 
 def _plain_items(text: str) -> list[Fraction]:
     """Returns the numbers of a list such as ``1, 1, 2``; nothing for other texts and for ``1,000,000``."""
-    if _GROUPED.fullmatch(text.strip()):
+    text = spelling.as_latex(text).strip()
+    if _GROUPED.fullmatch(text):
         return []
     items = [spelling.plain_number(item) for item in text.split(",")]
     return [] if None in items else [item for item in items if item is not None]

@@ -43,6 +43,13 @@ _SIZES: Final[Mapping[str, tuple[tuple[str, int], Fraction]]] = {
     "mol": (("amount", 1), Fraction(1)),
 }
 """Dimension and size of each unit."""
+_DERIVED: Final[Mapping[str, tuple[int, Mapping[str, int]]]] = {
+    "force": (1000, {"mass": 1, "length": 1, "time": -2}),
+    "energy": (1000, {"mass": 1, "length": 2, "time": -2}),
+    "power": (1000, {"mass": 1, "length": 2, "time": -3}),
+    "pressure": (1000, {"mass": 1, "length": -1, "time": -2}),
+}
+"""Size of a unit of a derived quantity in grams, metres and seconds, and exponents of those."""
 _PREFIX_WORDS: Final[Mapping[str, str]] = {
     "kilo": "k",
     "centi": "c",
@@ -106,6 +113,8 @@ _MAX_CHARACTERS: Final = 200
 _UNCOUNTED: Final = ("dollar", "dollars", "and")
 _SEVERAL: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z.]+)(?:\s*,\s*|\s+and\s+|\s+|$)")
 _WORD: Final = re.compile(r"[A-Za-z]")
+_OF_ANGLE: Final = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp)(?![A-Za-z])")
+"""Functions, whose argument has the unit that follows them."""
 _COMMAND: Final = re.compile(r"\\[A-Za-z]+")
 
 
@@ -135,7 +144,8 @@ def split(answer: str) -> tuple[str, Unit | None]:
     if (total := _sum(plain)) is not None:
         return total
     quantity = _QUANTITY.fullmatch(plain)
-    if not quantity or _WORD.search(_COMMAND.sub("", quantity["number"])):
+    number = quantity["number"] if quantity else ""
+    if not quantity or _WORD.search(_COMMAND.sub("", number)) or _OF_ANGLE.search(number):
         return answer, None
     unit = _product(quantity["unit"])
     return (answer, None) if unit is None else (quantity["number"], unit)
@@ -181,9 +191,12 @@ def _product(text: str) -> Unit | None:
             if not factor or unit is None:
                 return None
             power = int(factor[2] or 1) * (-1 if index else 1)
-            for name, exponent in unit.dimension:
-                dimension[name] = dimension.get(name, 0) + exponent * power
             size *= unit.size**power
+            for name, exponent in unit.dimension:
+                factor_size, bases = _DERIVED.get(name, (1, {name: 1}))
+                size *= Fraction(factor_size) ** (exponent * power)
+                for base, base_exponent in bases.items():
+                    dimension[base] = dimension.get(base, 0) + base_exponent * exponent * power
     quantities = tuple(sorted((name, power) for name, power in dimension.items() if power))
     return Unit(quantities, size) if quantities else None
 

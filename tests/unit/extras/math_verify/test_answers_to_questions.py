@@ -49,3 +49,21 @@ def test_the_question_decides_what_an_answer_means(
     question: str, answer: str, response: str, score: float
 ) -> None:
     assert math_answer(question, response, answer, {}) == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "score"),
+    [
+        ("5\\text{ kg m/s}^2", "5 N", 1.0),
+        ("5\\text{ kg m/s}^2", "5 J", 0.0),
+        ("12\\text{ J}", "12 \\text{ N m}", 1.0),
+        ("12\\text{ kW}", "12000 J/s", 1.0),
+        ("\\sin 30^\\circ", "\\boxed{\\cos 60^\\circ}", 1.0),
+        ("\\sin 30^\\circ", "\\boxed{\\cos 30^\\circ}", 0.0),
+        ("11,\\! 111,\\! 111,\\! 100", "\\boxed{11111111100}", 1.0),
+    ],
+)
+def test_derived_units_angles_of_functions_and_spaced_thousands(
+    answer: str, response: str, score: float
+) -> None:
+    assert math_answer("", response, answer, {}) == score
