@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -402,9 +401,7 @@ def _is_share(value: Any) -> bool:
     return isinstance(value, Expr) and value.is_number and bool(abs(value) < 1)
 
 
-@lru_cache(maxsize=256)
 def _read(answer: str) -> tuple[Any, ...]:
-    """Returns the expressions of a final answer. A row's answer is read for each response of its group."""
     for parts, combined in (
         (spelling.alternatives(answer), Union),
         (spelling.conjuncts(answer), Intersection),
