@@ -241,7 +241,8 @@ class Checkpoints:
     ) -> bool:
         """Saves the trainer's newest step and the samples in flight, and records both in one transaction.
 
-        A failed save does not stop training: the failure is recorded instead. Returns True after a success.
+        A failed save does not stop training: the failure is recorded instead. Returns True if the step then
+        has a checkpoint, of this save or an earlier one.
 
         Args:
             ledger: Ledger to record in the same transaction.
@@ -280,7 +281,7 @@ class Checkpoints:
         note = _ended(checkpoint, seconds=seconds, why_volatile=why_volatile)
         await self._journal.record_event(note, ledger, also=write)
         self._saved_at, self.saved_step = self._clock.monotonic(), step
-        return checkpoint.state == "READY"
+        return checkpoint.state == "READY" or step in {row.step for row in ready_rows}
 
     async def _save(
         self,

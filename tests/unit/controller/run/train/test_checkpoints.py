@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from services.common.errors import DeadlineExceededError
 from services.common.runspec.loader import canonical_json, parse_spec
 from services.controller.launch.launcher import ExternalLauncher
 from services.controller.manager.archive import NoCheckpointError, check_usable
@@ -60,7 +61,7 @@ def parent(database):
     )
 
     async def save(step):
-        await checkpoints.save(
+        is_saved = await checkpoints.save(
             trainer,
             trainer,
             Ledger(max_attempts=1),
@@ -72,6 +73,7 @@ def parent(database):
         )
         steps = [each.step for each in await journal.read(ready_checkpoints)]
         assert sorted(steps) == trainer.steps
+        assert is_saved == (step in steps)
         return trainer.steps
 
     return trainer, journal, save
@@ -123,3 +125,15 @@ async def test_a_fork_while_its_parent_saves_gets_a_checkpoint_that_stays_or_non
     assert refused == ["NO_USABLE_CHECKPOINT"]
     third, _ = await journal.read(ready_checkpoints)
     fork(database, "run_4", third)
+
+
+async def test_a_checkpoint_stays_if_it_cannot_be_saved_again(database, monkeypatch):
+    _, _, save = parent(database)
+    await save(1)
+
+    async def save_snapshot(self, run_id, name):
+        raise DeadlineExceededError("the transferqueue does not answer")
+
+    monkeypatch.setattr(MemoryQueue, "save_snapshot", save_snapshot)
+    assert await save(1) == [1]
+    assert await save(2) == [1]
