@@ -81,7 +81,6 @@ class RunningGroup:
         self.is_interrupted = False
         self.is_cut = False
         self.stalled = ""
-        self._opens_reasoning = False
         self._is_training = kind_of(assignment.split) == "train"
         self._tools = tools
         self._spec = spec
@@ -92,6 +91,8 @@ class RunningGroup:
         self._given: dict[int, RewardInput] = {}
         self._members: dict[int, asyncio.Task[Sample | None]] = {}
         self._stops = split_stop_texts(spec.sampling.stop, tools.tokenizer)
+        self._opens_reasoning: dict[tuple[int, ...], bool] = {}
+        """By the last tokens of a prompt; a workflow may render its episode's prompt again."""
 
     async def sample(self, prompt: Prompt, progress: GroupProgress) -> list[Sample]:
         """Samples and scores all members; returns no samples if the group was cut.
@@ -103,8 +104,6 @@ class RunningGroup:
             GroupError: If a member failed permanently.
         """
         members = self.assignment.members
-        end = self._tools.tokenizer.decode(prompt.token_ids[-_END_TOKENS:], keeps_special=True)
-        self._opens_reasoning = end.rstrip().endswith(BEGIN)
         self._earlier = {member: progress[member] for member in members if member in progress}
         with unwrapped(GroupError):
             async with TaskGroup() as tasks:
@@ -320,10 +319,14 @@ class RunningGroup:
     def _input(self, episode: Episode) -> RewardInput:
         prompt = episode.prompt
         lengths = tuple(len(turn.token_ids) for turn in episode.turns if turn.is_sampled)
+        end = prompt.token_ids[-_END_TOKENS:]
+        if end not in self._opens_reasoning:
+            text = self._tools.tokenizer.decode(end, keeps_special=True)
+            self._opens_reasoning[end] = text.rstrip().endswith(BEGIN)
         return RewardInput(
             prompt=prompt.text,
             response=episode.response_text,
-            opens_reasoning=len(lengths) == 1 and self._opens_reasoning,
+            opens_reasoning=len(lengths) == 1 and self._opens_reasoning[end],
             answer=prompt.answer,
             row=prompt.row,
             split=self.assignment.split,

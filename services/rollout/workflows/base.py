@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from services.common.callables import load_callable
@@ -210,15 +209,12 @@ class Episode:
     def sequences(self) -> Sequence[Conversation]:
         """Conversations that train, each starting with its prompt."""
         if not self.is_served:
-            return [(self._prompt_turn, *self.turns)]
+            prompt = self.prompt
+            first = observed(
+                prompt.token_ids, model_inputs=prompt.model_inputs, pictures=prompt.pictures
+            )
+            return [(first, *self.turns)]
         return [tuple(self.turns)] if self.trained is None else self.trained
-
-    @cached_property
-    def _prompt_turn(self) -> Turn:
-        prompt = self.prompt
-        return observed(
-            prompt.token_ids, model_inputs=prompt.model_inputs, pictures=prompt.pictures
-        )
 
     @property
     def num_segments(self) -> int:

@@ -223,6 +223,29 @@ async def test_rewards_can_see_every_message_of_an_episode() -> None:
     assert 0 < history["messages"][1]["seconds"] <= history["seconds"]
 
 
+async def test_a_prompt_that_a_workflow_rendered_again_is_the_one_that_is_scored_and_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Renders:
+        async def run(self, episode: Episode) -> None:
+            assert episode.num_segments == 0
+            if episode.limits.seed != 5:
+                token_ids = tuple(tokenizer().encode("1=abc"))
+                episode.prompt = replace(episode.prompt, token_ids=token_ids)
+            await episode.generate()
+
+    def opens_reasoning(reward_input: RewardInput) -> float:
+        return float(reward_input.opens_reasoning)
+
+    monkeypatch.setattr("services.rollout.sampling.group.BEGIN", "abc")
+    async with sampling(ScoreBy(opens_reasoning), workflow=Renders()) as (sampler, outcome, _):
+        sampler.start([assignment("a", seeds=(5, 6), temperatures=(1.0, 1.0))])
+        await outcome.wait_for(1)
+    prompts = [tokenizer().decode(sample.prompt_ids) for sample in outcome.published["a"]]
+    assert prompts == ["12=", "1=abc"]
+    assert [sample.score.value for sample in outcome.published["a"]] == [0.0, 1.0]
+
+
 async def test_bad_prompts_are_rejected_one_by_one() -> None:
     expected = {
         2: "prompt_empty",
