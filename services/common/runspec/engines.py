@@ -134,7 +134,7 @@ class EngineKind:
             settings: A ``RolloutSpec`` or ``EngineConfig``, for its quantization and speculation.
             is_cpu: True if it would run on a CPU.
             is_invariant: True with ``rollout.reproducible: batch_invariant``.
-            truncates: True if ``top_p``, ``top_k`` or ``min_p`` excludes tokens.
+            truncates: True if ``top_p`` or ``top_k`` excludes tokens.
         """
         if is_cpu and is_invariant and self.package is not None:
             # External engines have invariant operators in Triton; vLLM's CPU build fails in its first pass.

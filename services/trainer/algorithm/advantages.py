@@ -20,7 +20,7 @@ _ROUNDING = 64 * torch.finfo(torch.float64).eps
 
 def without_rounding(differences: Tensor, scale: Tensor) -> Tensor:
     """Replaces differences of numbers of the size ``scale`` by 0 if they are mere rounding."""
-    return torch.where(differences.abs() > _ROUNDING * scale.abs(), differences, 0.0)
+    return torch.where(differences.abs() <= _ROUNDING * scale.abs(), 0.0, differences)
 
 
 def _group_mean(values: Tensor, groups: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def maxrl(scores: Tensor, groups: Tensor) -> Tensor:
         ``[N]`` advantages.
     """
     mean = _group_mean(scores, groups)
-    return torch.where(mean > 0, _centred(scores, groups) / mean.clamp(min=_STD_EPSILON), 0.0)
+    return torch.where(mean <= 0, 0.0, _centred(scores, groups) / mean.clamp(min=_STD_EPSILON))
 
 
 def gdpo(terms: Mapping[str, Tensor], groups: Tensor, *, weights: Mapping[str, float]) -> Tensor:

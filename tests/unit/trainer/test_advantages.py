@@ -21,6 +21,25 @@ def test_grpo_and_dr_grpo_match_with_zero_for_singletons_and_equal_scores() -> N
         assert_close(result, expected["seq_advantage"])
 
 
+@pytest.mark.parametrize(
+    "estimate",
+    [
+        advantages.grpo,
+        advantages.rloo,
+        advantages.maxrl,
+        advantages.pass_at_k,
+        advantages.group_baseline,
+        lambda scores, groups: advantages.opo(scores, groups, torch.ones_like(scores)),
+        lambda scores, groups: advantages.gdpo({"term": scores}, groups, weights={"term": 1.0}),
+        lambda scores, groups: advantages.whiten(scores, groups == 0),
+        lambda scores, groups: advantages.without_rounding(scores - 0.5, scores),
+    ],
+)
+def test_a_score_that_is_not_finite_never_counts_as_no_advantage(estimate) -> None:
+    scores = torch.tensor([1.0, 0.0, torch.nan, 0.0], dtype=torch.float64)
+    assert estimate(scores, torch.zeros(4, dtype=torch.int64))[2].isnan()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_scores_give_exactly_nothing(dtype: torch.dtype) -> None:
     scores = torch.tensor([0.1] * 7 + [1e6 + 0.1] * 3, dtype=dtype)
