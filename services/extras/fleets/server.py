@@ -325,6 +325,10 @@ class FleetMember:
         served_version: int | None = None
         try:
             async with asyncio.timeout(WORKERS_TIMEOUT_S):
+                if self._thawing is not None:
+                    # Else the engine would continue in the middle of this load, and count one era less.
+                    await asyncio.wait([self._thawing])
+                    self._thawing = None
                 if tokens is not None:
                     await tokens.freeze()
                 workers: list[dict[str, Any]] = await engine.collective_rpc(
@@ -349,7 +353,7 @@ class FleetMember:
                 "--worker-extension-cls services.extras.fleets.worker.FleetWorker",
             ) from error
         finally:
-            if tokens is not None and served_version is None:
+            if tokens is not None and served_version is None and self._thawing is None:
                 # The engine does this once the load has ended, however late.
                 self._thawing = asyncio.ensure_future(tokens.thaw(None))
         return workers

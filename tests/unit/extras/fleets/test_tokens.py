@@ -2,20 +2,22 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
 from starlette.applications import Starlette
+from starlette.types import Receive, Scope, Send
 
 from services.extras.fleets import fleet as fleet_module
+from services.extras.fleets import server as server_module
 from services.extras.fleets import stream as stream_module
 from services.extras.fleets.engine import FleetEngine
-from services.extras.fleets.protocol import GENERATE, SCHEDULER
+from services.extras.fleets.protocol import GENERATE, LOAD, SCHEDULER
 from services.extras.fleets.stream import _read_token_line
 from services.rollout.engines.base import GenerationResult
 from tests.helpers.engines import request, until
@@ -29,6 +31,7 @@ from tests.unit.extras.fleets.servers import (
 )
 
 MANY = 1000
+Result = TypeVar("Result")
 
 
 class TokenEngine(FakeEngine):
@@ -43,8 +46,27 @@ class TokenEngine(FakeEngine):
         self.aborted: list[str] = []
         self.empties_cache = True
         self.decoding: list[asyncio.Future[None]] = []
+        self.can_load = asyncio.Event()
+        self.can_load.set()
         self._running = asyncio.Event()
         self._running.set()
+        self._calls = asyncio.Lock()
+
+    async def _call(self, call: Awaitable[Result]) -> Result:
+        """Executes calls one after the other; a caller that gives up ends no call, as in vLLM."""
+
+        async def execute() -> Result:
+            async with self._calls:
+                return await call
+
+        return await asyncio.shield(asyncio.ensure_future(execute()))
+
+    async def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
+        return await self._call(self._load(method, args))
+
+    async def _load(self, method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
+        await self.can_load.wait()
+        return await super().collective_rpc(method, args)
 
     def process_inputs(self, name: str, prompt: Any, parameters: Any, tasks: Any) -> Any:
         if not prompt["prompt_token_ids"]:
@@ -69,13 +91,22 @@ class TokenEngine(FakeEngine):
 
     async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("keep", False)
+        await self._call(self._pause())
+
+    async def _pause(self) -> None:
         self._running.clear()
 
     async def reset_prefix_cache_async(self, **options: bool) -> bool:
         assert options == {"reset_running_requests": True, "reset_connector": True}
+        return await self._call(self._reset())
+
+    async def _reset(self) -> bool:
         return self.empties_cache
 
     async def resume_scheduler_async(self) -> None:
+        await self._call(self._resume())
+
+    async def _resume(self) -> None:
         if not self._running.is_set():
             self.era += 1
         self._running.set()
@@ -113,9 +144,18 @@ class TokenServer(FakeServer):
 
     engine: TokenEngine
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_loads = 0
+        """Loads that were asked for."""
+
     def application(self) -> Starlette:
         self.engine = TokenEngine()
         return application(self.engine)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_loads += scope["path"] == LOAD
+        await super()._answer(scope, receive, send)
 
 
 @pytest.fixture(autouse=True)
@@ -226,6 +266,27 @@ async def test_responses_are_cut_if_the_cache_keeps_blocks_of_older_weights() ->
         first, second = server.engine.requests
         assert first["cache_salt"] != second["cache_salt"]
         assert second["prompt_token_ids"] == [1, 2, 7, 7]
+
+
+async def test_tokens_have_their_version_after_a_load_that_ends_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "WORKERS_TIMEOUT_S", 0.5)
+    events: list[str] = []
+    async with _serving(1, events) as ((server,), engine):
+        await _adopt(engine, 1, 0.5)
+        server.engine.can_load.clear()
+        adopting = asyncio.ensure_future(_adopt(engine, 2, 0.25))
+        await until(lambda: server.num_loads == 2 and "did not load version 2" in str(events))
+        # The next load waits in the engine behind the one that ends late.
+        await until(lambda: server.num_loads == 3)
+        await asyncio.sleep(0.05)
+        server.engine.can_load.set()
+        await adopting
+        _allow(server, MANY)
+        result = await _begin(engine, 4)
+        assert result.version_runs == ((2, 4),)
+        assert result.logprobs == (-0.25,) * 4
 
 
 async def test_an_aborted_response_ends_in_the_engine() -> None:
