@@ -28,7 +28,7 @@ _SEPARATORS: Final = re.compile(
 """Separators of addresses in a list, a command or JSON text, and before one that has no scheme."""
 # A host without letters, such as 16 in 16:9, is a number, unless it is as long as an IPv4 address is.
 _HOST_AND_PORT: Final = re.compile(
-    r"(?P<host>\[[0-9a-f:.%]+\]|[\w.-]*[a-z_][\w.-]*|\d+(?:\.\d+){1,3}|\d{8,10}):\d{1,5}(?:[/?#].*)?",
+    r"(?P<host>\[[0-9a-f:.%]+\]|[\w.-]*[a-z_][\w.-]*|\d+(?:\.\d+){1,3}|\d{8,12}):\d{1,5}(?:[/?#].*)?",
     re.IGNORECASE | re.DOTALL,
 )
 # Forms of an IPv4 address that no number has: 0x7f000001, 0177.0.0.1, 127.1. Digits alone may be of a phone.
@@ -58,7 +58,10 @@ def hosts_in(text: str) -> set[str]:
         address = _HOST_AND_PORT.fullmatch(candidate)
         host = (address["host"] if address else candidate.partition("/")[0]).strip("[].").lower()
         is_local = not address and host.endswith((".internal", ".svc", ".cluster.local"))
-        if is_local or _OLD_IP.fullmatch(host) or (re.search(r"\d", host) and _is_ip(host)):
+        # Digits with a port are no phone number; fewer may be a date with a time.
+        is_number = bool(address) and host.isdecimal() and len(host) > 8
+        is_ip = re.search(r"\d", host) and _is_ip(host)
+        if is_local or is_number or is_ip or _OLD_IP.fullmatch(host):
             hosts.add(host)
     return hosts
 
