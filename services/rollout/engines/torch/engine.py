@@ -192,14 +192,12 @@ class TorchEngine:
                 report.
         """
         config = model.config.get_text_config()
-        problems = check_trainer(config.to_dict())
-        if problems:
+        if problems := check_trainer(config.to_dict()):
             raise ValueError("; ".join(problems))
         use_decoding_kernels(model, is_invariant=is_invariant)
         self._is_invariant = is_invariant
         self._model = model.train(False).requires_grad_(False)
-        # Found once: a search through all modules takes milliseconds, in which no token would be
-        # produced.
+        # Found once: a search through all modules takes milliseconds, in which no token is produced.
         self._parameters: dict[str, Tensor] = stored_tensors(model)
         self._quantization = quantization
         self._num_exact = unquantized_layers
