@@ -1,6 +1,7 @@
 """CSV files as sources of prompts, without a further package."""
 
 import csv
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from services.extras.tables.text_cells import Cell, compared_columns, typed_cell
 from services.rollout.data.sources import PromptSource, Row, file_of
 
 _DELIMITERS = (",", ";", "\t")
+_QUOTED = re.compile(r'"[^"]*(?:"|$)')
 
 
 def open_csv(spec: PromptSourceSpec, key: str) -> PromptSource:
@@ -56,7 +58,7 @@ def _read(path: Path) -> dict[str, list[str | None]]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
         header = lines.readline()
         lines.seek(0)
-        delimiter = max(_DELIMITERS, key=header.count)
+        delimiter = max(_DELIMITERS, key=_QUOTED.sub("", header).count)
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
         names = next(reader, [])
         if not any(names):

@@ -128,6 +128,13 @@ def test_a_csv_file_is_separated_as_its_header_is(tmp_path: Path, delimiter: str
     ]
 
 
+def test_signs_in_quotes_separate_no_columns(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, 'question;answer;"price, tax, total"\n1,5;72;x\n', "csv")
+    assert [rows[index] for index in range(len(rows))] == [
+        {"question": "1,5", "answer": 72, "price, tax, total": "x"}
+    ]
+
+
 def test_a_csv_file_may_have_long_prompts(tmp_path: Path) -> None:
     assert (
         len(rows_of(tmp_path, f"question,answer\n{'q' * 200_000},1\n", "csv")[0]["question"])
