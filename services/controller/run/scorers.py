@@ -76,6 +76,10 @@ class CriticClient:
         self._run_id = run_id
         self._trainer: TrainerClient | None = None
 
+    @property
+    def exists(self) -> bool:
+        return self._trainer is not None
+
     async def open(self, stack: AsyncExitStack, workers: Sequence[Worker]) -> None:
         """Connects to the worker of the role critic, if there is one."""
         for worker in workers:

@@ -123,6 +123,7 @@ class Workers:
         is_scored = spec.now.topology.own_gpus("logp") > 0
         scoring = SimpleNamespace(needs_weights=is_scored, add_fields=self._scored)
         critic = SimpleNamespace(
+            exists=False,
             train=self._nothing_learned,
             save=self._nothing_learned,
             await_uploads=self._nothing_learned,

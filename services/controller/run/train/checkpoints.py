@@ -301,6 +301,9 @@ class Checkpoints:
         path, size_bytes, snapshot_id, message = "", 0, "", ""
         ready_rows = await self._journal.read(ready_checkpoints)
         same = next((row for row in ready_rows if row.step == step), None)
+        if critic.exists:
+            # Trainer or critic may fail, so neither deletes what both have before both have saved.
+            keep_steps = sorted({*keep_steps, *(r.step for r in ready_rows if r.step < step)})
         try:
             snapshot_id, message = await self._save_samples({row.snapshot_id for row in ready_rows})
             if same is not None:

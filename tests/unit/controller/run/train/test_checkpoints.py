@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.common.errors import DeadlineExceededError
+from services.common.errors import DeadlineExceededError, FailedPreconditionError
 from services.common.runspec.loader import canonical_json, parse_spec
 from services.controller.launch.launcher import ExternalLauncher
 from services.controller.manager.archive import NoCheckpointError, check_usable
@@ -23,6 +23,9 @@ pytestmark = pytest.mark.postgresql
 
 class Trainer:
     """Fake trainer that keeps the newest checkpoint and those of ``keep_steps``."""
+
+    exists = False
+    """As a critic: the run has none."""
 
     def __init__(self):
         self.steps = []
@@ -43,7 +46,16 @@ def new_run(run_id, **checkpoint):
     return NewRun(run_id=run_id, name=run_id, spec_json=canonical_json(spec), spec_digest="d")
 
 
-def parent(database):
+class Critic(Trainer):
+    """Fake critic with its own GPUs."""
+
+    exists = True
+
+    async def save(self, step, *, keep_steps, timeout_s):
+        await self.save_checkpoint(step, keep_steps=keep_steps, timeout_s=timeout_s)
+
+
+def parent(database, critic=None):
     """Returns trainer and journal of a run that keeps one checkpoint, and a function that saves a step."""
     store, trainer = RunStore(database), Trainer()
     store.create(new_run("run_1"))
@@ -63,7 +75,7 @@ def parent(database):
     async def save(step):
         is_saved = await checkpoints.save(
             trainer,
-            trainer,
+            critic or trainer,
             Ledger(max_attempts=1),
             step=step,
             version=step,
@@ -72,7 +84,7 @@ def parent(database):
             also=lambda connection: None,
         )
         steps = [each.step for each in await journal.read(ready_checkpoints)]
-        assert sorted(steps) == trainer.steps
+        assert critic or sorted(steps) == trainer.steps
         assert is_saved == (step in steps)
         return trainer.steps
 
@@ -137,3 +149,25 @@ async def test_a_checkpoint_stays_if_it_cannot_be_saved_again(database, monkeypa
     monkeypatch.setattr(MemoryQueue, "save_snapshot", save_snapshot)
     assert await save(1) == [1]
     assert await save(2) == [1]
+
+
+@pytest.mark.parametrize("is_critic", [False, True])
+async def test_trainer_and_critic_keep_the_checkpoint_of_both_if_one_fails(database, is_critic):
+    critic = Critic()
+    trainer, journal, save = parent(database, critic)
+    await save(1)
+
+    def fail():
+        raise FailedPreconditionError("no space left on the device")
+
+    failing = critic if is_critic else trainer
+    failing.on_save = fail
+    for step in (2, 3):
+        await save(step)
+        assert [row.step for row in await journal.read(ready_checkpoints)] == [1]
+        assert {1} <= {*trainer.steps} & {*critic.steps}
+    failing.on_save = lambda: None
+    for step in (4, 5):
+        await save(step)
+        assert [row.step for row in await journal.read(ready_checkpoints)] == [step]
+    assert trainer.steps == critic.steps == [4, 5]
