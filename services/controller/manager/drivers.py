@@ -126,7 +126,8 @@ class Drivers:
             with suppress(InvalidTransitionError):
                 await self._apply(run_id, RunEvent.STOPPED, "CancelledByUser", "")
         finally:
-            del self._drivers[run_id]
+            if self._drivers.get(run_id) is driver:  # the run may be driven again already
+                del self._drivers[run_id]
             asyncio.get_running_loop().call_later(metrics.KEPT_S, self._forget_metrics, run_id)
         await self._on_end()
 
