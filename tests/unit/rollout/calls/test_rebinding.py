@@ -61,6 +61,18 @@ async def openenv(port: int) -> None:
     await server.begin({}, seed=0)
 
 
+async def _listening(serve):
+    """Returns servers at both addresses with the same port, and the port."""
+    for _ in range(20):
+        public = await asyncio.start_server(serve, PUBLIC, 0)
+        port = public.sockets[0].getsockname()[1]
+        try:
+            return public, await asyncio.start_server(serve, PRIVATE, port), port
+        except OSError:  # another process has this port at the private address
+            public.close()
+    pytest.fail("no port is free at both addresses")
+
+
 @pytest.mark.parametrize("connect", [http_reward, https_reward, grpc_reward, agent, image, openenv])
 async def test_the_connection_is_made_to_the_address_that_was_checked(connect, monkeypatch):
     connections = {PUBLIC: 0, PRIVATE: 0}
@@ -77,9 +89,8 @@ async def test_the_connection_is_made_to_the_address_that_was_checked(connect, m
 
     monkeypatch.setattr(socket, "getaddrinfo", rebinding)
     monkeypatch.setattr(outside, "is_public", lambda address: address == PUBLIC)
-    first = await asyncio.start_server(serve, PUBLIC, 0)
-    port = first.sockets[0].getsockname()[1]
-    async with first, await asyncio.start_server(serve, PRIVATE, port), asyncio.timeout(60):
+    public, private, port = await _listening(serve)
+    async with public, private, asyncio.timeout(60):
         with suppress(BusyError, CallError, GroupError, outside.httpx.TransportError):
             await connect(port)
         with suppress(BusyError, CallError, GroupError, outside.httpx.TransportError):
