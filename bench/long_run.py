@@ -93,10 +93,10 @@ def main() -> None:
             points.append(point)
             if out is not None and len(points) % _WRITE_EVERY == 0:
                 write_json(out, result(points, settings, after=after))
-    found = result(points, settings, after=after)
-    report_to(out, found)
-    if not arguments.smoke and found["failed"]:
-        raise SystemExit(f"above the bar: {', '.join(found['failed'])}")
+    results = result(points, settings, after=after)
+    report_to(out, results)
+    if not arguments.smoke and results["failed"]:
+        raise SystemExit(f"above the bar: {', '.join(results['failed'])}")
 
 
 def measured(

@@ -72,9 +72,9 @@ def uploaded_steps(installed: Installed, run_id: str) -> list[int]:
 
 def read_samples(source: str) -> dict[str, dict[str, object]]:
     """Returns what ``slipstream samples`` shows of a store, by the samples' ids."""
-    shown = slipstream("samples", source, "--json", "--limit", "0")
-    assert shown.code == 0, shown.err
-    samples = [json.loads(line) for line in shown.out.splitlines()]
+    listing = slipstream("samples", source, "--json", "--limit", "0")
+    assert listing.code == 0, listing.err
+    samples = [json.loads(line) for line in listing.out.splitlines()]
     return {sample["id"]: sample for sample in samples}
 
 

@@ -129,8 +129,8 @@ def _is_other_value(prompt: str, expected: str, reply: str) -> bool:
     """Returns True for ``2x = 3`` in place of 3, unless the question asks for ``2x``."""
     if not _NUMBER_OF_NAME.fullmatch(expected):
         return False
-    left = spelling.other_value(_single_spaced(reply))
-    return left is not None and left not in prompt.replace(" ", "")
+    left_side = spelling.other_value(_single_spaced(reply))
+    return left_side is not None and left_side not in prompt.replace(" ", "")
 
 
 def _is_answered(expected: str, response: str, answer: Any) -> bool:

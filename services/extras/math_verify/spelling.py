@@ -395,9 +395,9 @@ def turned(answer: str) -> str:
 
 def other_value(answer: str) -> str | None:
     """Returns ``2x`` for ``2x=3``, where 3 is not the value of the variable; None for other answers."""
-    left, _, right = _DELIMITER.sub("", answer).replace(" ", "").rpartition("=")
-    left = left.replace("\\left", "").replace("\\right", "")
-    return left if plain_number(right) is not None and _OTHER_VALUE.fullmatch(left) else None
+    left_side, _, right_side = _DELIMITER.sub("", answer).replace(" ", "").rpartition("=")
+    term = left_side.replace("\\left", "").replace("\\right", "")
+    return term if plain_number(right_side) is not None and _OTHER_VALUE.fullmatch(term) else None
 
 
 def has_other_form(expected: str, candidate: str) -> bool:

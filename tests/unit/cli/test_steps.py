@@ -192,10 +192,10 @@ def test_a_failed_run_shows_its_message_first(tmp_path):
 def test_a_summary_has_the_scores_of_sets_that_say_more_than_the_total(tmp_path, sets, lines):
     heldout = {"greedy": 0.5, "sampled": 0.25, "sets": sets}
     summary = {**RUN["summary"], "heldout": heldout}
-    shown = summary_lines(
+    printed_lines = summary_lines(
         {**RUN, "summary": summary}, tmp_path, StepLog(tmp_path), wall_seconds=1.0
     )
-    assert [line for line in shown if line.startswith("    ")] == lines
+    assert [line for line in printed_lines if line.startswith("    ")] == lines
 
 
 def test_a_record_file_grows_during_a_run_and_is_rewritten_after_a_rewind(
