@@ -107,9 +107,7 @@ class VllmTokens:
     def cut(self) -> None:
         """Ends all responses after the tokens that have arrived from the engine."""
         names = [*self._streams]
-        for stream in self._streams.values():
-            stream.end()
-        self._streams.clear()
+        self._end_streams()
         if names:
             ending = asyncio.ensure_future(self._engine.engine_core.abort_requests_async(names))
             self._ending.add(ending)
@@ -147,10 +145,13 @@ class VllmTokens:
 
     def _fail(self, error: Exception) -> None:
         """Ends all responses: the engine has died, and the server ends after it."""
+        self._end_streams()
+        self._fail_others(error)
+
+    def _end_streams(self) -> None:
         for stream in self._streams.values():
             stream.end()
         self._streams.clear()
-        self._fail_others(error)
 
     def _line(self, output: Any) -> bytes:
         """Returns the line of an output; for None, the last line of a response that was cut."""
