@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from services.extras.fleets.protocol import SCHEDULER
 from services.extras.fleets.server import FleetMember
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.torch.engine import TorchEngine
+from tests.helpers.vllm_names import vllm_modules
 
 _BATCH = 8
 """Tokens that a request's line has, but for the last one."""
@@ -192,10 +193,7 @@ async def _health(request: Request) -> Response:
 
 def main() -> None:
     """Serves a specification's model with random weights until it is killed."""
-    package, parameters = ModuleType("vllm"), ModuleType("vllm.sampling_params")
-    package.__dict__["SamplingParams"] = SimpleNamespace
-    parameters.__dict__["RequestOutputKind"] = SimpleNamespace(DELTA=1)
-    sys.modules |= {"vllm": package, "vllm.sampling_params": parameters}
+    sys.modules |= vllm_modules()
     port, path, token = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     spec = load_spec(path)
     config = load_config(spec.model, load_tokenizer(spec.model))

@@ -4,7 +4,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from services.extras.fleets.protocol import GENERATE, LOAD, SCHEDULER
 from services.extras.fleets.stream import _read_token_line
 from services.rollout.engines.base import GenerationResult
 from tests.helpers.engines import request, until
+from tests.helpers.vllm_names import vllm_modules
 from tests.unit.extras.fleets.servers import (
     TOKEN,
     FakeEngine,
@@ -160,12 +161,8 @@ class TokenServer(FakeServer):
 
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Provides the two names that a server imports from vLLM."""
-    package, parameters = ModuleType("vllm"), ModuleType("vllm.sampling_params")
-    package.__dict__["SamplingParams"] = SimpleNamespace
-    parameters.__dict__["RequestOutputKind"] = SimpleNamespace(DELTA=1)
-    monkeypatch.setitem(sys.modules, "vllm", package)
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", parameters)
+    for name, module in vllm_modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(fleet_module, "_PROBE_EVERY_S", 0.05)
     monkeypatch.setattr(stream_module, "_RETRY_S", 0.01)
 
