@@ -22,11 +22,13 @@ fit these rules.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from services.weightsync.arena import copy_all
+from services.weightsync.checksum import write_tensor_checksums
 
 Shape = tuple[int, ...]
 _EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
@@ -157,6 +159,70 @@ def copy_weights(
         [targets[p.target].narrow(p.dim, p.target_start, p.length) for p in pieces],
         [sources[p.source].narrow(p.dim, p.start, p.length) for p in pieces],
     )
+
+
+class PreparedCopy:
+    """Copy of versions of a checkpoint into an engine's parameters, and its comparison by checksums.
+
+    What does not need the parameters is done before the engine pauses: the views of all pieces, once for all
+    versions in the same tensors, and the checksums of each version.
+
+    Args:
+        sources: The checkpoint's tensors, which receive one version after the other.
+        targets: The engine's parameters, on one device.
+        rank_layout: Further arguments of :func:`plan_pieces`.
+
+    Raises:
+        UnknownLayoutError: If the layout of the parameters is unknown.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Tensor],
+        targets: Mapping[str, Tensor],
+        **rank_layout: Any,
+    ) -> None:
+        pieces = plan_pieces(_shapes(sources), _shapes(targets), **rank_layout)
+        self._addresses = _addresses(sources, targets)
+        self._names = [piece.source for piece in pieces]
+        self._sources = [sources[p.source].narrow(p.dim, p.start, p.length) for p in pieces]
+        self._targets = [targets[p.target].narrow(p.dim, p.target_start, p.length) for p in pieces]
+        self._checksums: Tensor | None = None
+
+    def fits(self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> bool:
+        """Returns True if the copy is one between these tensors."""
+        return self._addresses == _addresses(sources, targets)
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Computes the checksums of the version that the sources hold, in the current stream."""
+        pairs = zip(self._sources, self._targets, strict=True)
+        self._checksums = _checksums(
+            [source.to(device=target.device, dtype=target.dtype) for source, target in pairs]
+        )
+
+    @torch.no_grad()
+    def run(self) -> list[str]:
+        """Copies the measured version; returns the sources whose parts the parameters do not hold."""
+        assert self._checksums is not None, "the version was measured"
+        copy_all(self._targets, self._sources)
+        flags = (_checksums(self._targets) != self._checksums).any(1).tolist()
+        return sorted({name for name, differs in zip(self._names, flags, strict=True) if differs})
+
+
+def _addresses(*groups: Mapping[str, Tensor]) -> list[tuple[str, int, torch.dtype, Shape]]:
+    return [
+        (name, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape))
+        for tensors in groups
+        for name, tensor in tensors.items()
+    ]
+
+
+def _checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the checksum of each tensor: ``[n, 2]`` int64 on their device."""
+    sums = torch.zeros(len(tensors), 2, dtype=torch.int64, device=tensors[0].device)
+    write_tensor_checksums(tensors, sums)
+    return sums
 
 
 def differing_sources(

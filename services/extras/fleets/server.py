@@ -16,6 +16,7 @@ import logging
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 _WHILE_SHARED: Final = frozenset({"/health", "/ping", "/metrics", "/version", "/load"})
 """Paths of vLLM that stay open while runs share the server."""
+_MAX_LOADS: Final = 64
 _OPEN: Final = frozenset({"/health", "/ping"})
 """Paths without a token: probes of an orchestrator have none."""
 
@@ -91,6 +93,8 @@ class FleetMember:
         self._tokens: VllmTokens | None = None
         """Responses that cross changes of the weights; None before the first request, or without them."""
         self._changing = asyncio.Lock()
+        self._loads: deque[Mapping[str, float]] = deque(maxlen=_MAX_LOADS)
+        """Durations of the newest loads' phases in milliseconds."""
         self._routes: Mapping[
             tuple[str, str], Callable[[Request], Awaitable[Mapping[str, Any]]]
         ] = {
@@ -323,6 +327,14 @@ class FleetMember:
     ) -> list[dict[str, Any]]:
         engine, tokens = request.app.state.engine_client, self._find_tokens(request)
         served_version: int | None = None
+        phases = {}
+        began = time.perf_counter()
+
+        def end_phase(name: str) -> None:
+            nonlocal began
+            now = time.perf_counter()
+            phases[name], began = round(1e3 * (now - began), 1), now
+
         try:
             async with asyncio.timeout(WORKERS_TIMEOUT_S):
                 if self._thawing is not None:
@@ -331,13 +343,17 @@ class FleetMember:
                     self._thawing = None
                 if tokens is not None:
                     await tokens.freeze()
+                end_phase("freeze")
                 workers: list[dict[str, Any]] = await engine.collective_rpc(
                     method, args=(argument,)
                 )
+                end_phase("workers")
                 if not any(worker["differing"] for worker in workers):
                     served_version = version
                     if tokens is not None:
                         await self._thaw(tokens, version)
+                end_phase("thaw")
+                self._loads.append({**phases, **workers[0].get("phases_ms", {})})
         except TimeoutError as error:
             # No version is in service by now, and the next load begins after this one.
             raise RefusedError(
@@ -472,6 +488,7 @@ class FleetMember:
             "version": version,
             "digest": digest,
             "runs": sharing.usage(),
+            "loads_ms": [*self._loads],
             "engine": {
                 **describe_engine(
                     request.app.state.engine_client.vllm_config, request.app.state.args

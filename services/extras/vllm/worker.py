@@ -140,6 +140,11 @@ class WeightLoader:
         """
         self.model_runner.reset_encoder_cache()
 
+    @property
+    def quantizes_weights(self) -> bool:
+        """True if the model holds other values than those of the received weights."""
+        return quantizes(self.model_runner.model)
+
     def _make_writer(
         self, slots: Mapping[str, Tensor], shapes: Mapping[str, Shape]
     ) -> QuantizedWriter:

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S: Final = 60.0
 _LONGEST_WAIT_S: Final = 5.0
 _MAX_MESSAGES: Final = 1000
+_SMALL_BYTES: Final = 4096
+"""Bytes of a message that a socket takes at once, so that no thread has to wait for it."""
 _SOCKET: Final = "members"
 
 
@@ -95,8 +97,12 @@ class WorkerLinks:
                 line = self._lines.get(number)
                 if line is None:
                     raise RefusedError(412, f"worker {number} has joined no weight group")
+                content = json.dumps(message).encode()
                 try:
-                    await asyncio.to_thread(line.send_bytes, json.dumps(message).encode())
+                    if len(content) > _SMALL_BYTES:
+                        await asyncio.to_thread(line.send_bytes, content)
+                    else:
+                        line.send_bytes(content)
                 except OSError as error:
                     raise RefusedError(412, f"worker {number} has ended: {error}") from error
             answers: list[tuple[int, Message]] = []

@@ -12,6 +12,7 @@ import os
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -42,7 +43,7 @@ from services.weightsync.group import RankAssignment, WeightGroup, form_group
 from services.weightsync.modes.base import Receiver
 from services.weightsync.modes.shadow import shadow_receiver
 from services.weightsync.shared_buffers import gpu_of
-from services.weightsync.transfer import TransferOrder
+from services.weightsync.transfer import TransferOrder, Transferred
 from services.weightsync.weight_plan import BUCKET_ALIGNMENT, version_digest
 
 logger = logging.getLogger(__name__)
@@ -59,10 +60,23 @@ class ServerMember:
         secret: Secret of the socket.
         number: Number of the worker in its server.
         device: Device of its weights.
+        on_received: Receives the tensors of each version, in the stream in which it was received, before
+            :meth:`held` gives them to the engine.
     """
 
-    def __init__(self, path: str, secret: bytes, *, number: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        path: str,
+        secret: bytes,
+        *,
+        number: int,
+        device: torch.device,
+        on_received: Callable[[Mapping[str, Tensor]], None] = lambda tensors: None,
+    ) -> None:
         self._device = device
+        self._on_received = on_received
+        self.phases_ms: dict[str, float] = {}
+        """Durations of the last version's receipt and preparation."""
         self._line = Client(path, family="AF_UNIX", authkey=secret)
         self._writing = threading.Lock()
         self._requests = itertools.count()
@@ -99,11 +113,8 @@ class ServerMember:
                     f"version {version} with digest {digest[:12]} was not received here, but "
                     f"{self._version}"
                 )
-            # The receiver gives the tensors to its sink, this object.
-            asyncio.run(self._receiver.adopt(version))
             yield self._tensors
         finally:
-            self._tensors = {}
             self._weights.release()
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
@@ -120,7 +131,7 @@ class ServerMember:
         self._abort()
         self._store.fail("the server's session has ended")
         with self._weights:
-            self._receiver = self._version = None
+            self._drop()
 
     def _send(self, message: Message) -> None:
         with self._writing:
@@ -159,7 +170,8 @@ class ServerMember:
                 if message["kind"] == FORM:
                     self._form(message, number, store)
                 elif message["kind"] == RECEIVE:
-                    answer |= self._receive(message)
+                    self._receive(message, answer)
+                    return
         except Exception as error:  # the rollout decides what follows
             logger.exception("a job of the weight group failed")
             answer |= {"kind": FAILED, "why": f"{type(error).__name__}: {error}"}
@@ -170,7 +182,7 @@ class ServerMember:
         plan = read_plan(message["plan"])
         with self._weights:
             if plan.plan_hash != self._plan_hash:
-                self._receiver = self._version = None  # its memory is free before the next one
+                self._drop()  # its memory is free before the next one
                 self._receiver = shadow_receiver(plan, (self._device,), self)  # type: ignore[arg-type]
                 self._plan_hash = plan.plan_hash
         # Compiles the GPU kernel, which would otherwise delay the first transfer.
@@ -198,23 +210,41 @@ class ServerMember:
             raise RuntimeError("another group was formed meanwhile")
         self._group = group
 
-    def _receive(self, message: Message) -> Message:
-        group, receiver = self._group, self._receiver
-        if group is None or receiver is None:
-            raise RuntimeError("this worker is in no weight group")
+    def _receive(self, message: Message, answer: Message) -> None:
+        """Receives a version, answers, and prepares its load, which waits for that."""
         order = TransferOrder(
             epoch=message["epoch"], version=message["version"], timeout_s=message["timeout_s"]
         )
         if not self._weights.acquire(timeout=order.timeout_s):
             raise RuntimeError(f"the engine has been loading for {order.timeout_s:.1f} s")
+        try:
+            began = time.perf_counter()
+            transferred = self._received(order)
+            digest = version_digest(transferred.digests)
+            received = time.perf_counter()
+            digests = list(transferred.digests)
+            self._send({**answer, "version": order.version, "digest": digest, "digests": digests})
+            self._prepare_load(order.version)
+            self._version = (order.version, digest)
+            ends = (received, time.perf_counter())
+            self.phases_ms = {
+                "receive": round(1e3 * (ends[0] - began), 1),
+                "prepare": round(1e3 * (ends[1] - ends[0]), 1),
+            }
+        finally:
+            self._weights.release()
+
+    def _received(self, order: TransferOrder) -> Transferred:
+        """Receives a version and verifies it."""
+        group, receiver = self._group, self._receiver
+        if group is None or receiver is None:
+            raise RuntimeError("this worker is in no weight group")
         limit = threading.Timer(order.timeout_s, group.abort)
         limit.daemon = True
         try:
             self._version = None
             limit.start()
-            transferred = receiver.receive(group, order)
-            digest = version_digest(transferred.digests)
-            self._version = (order.version, digest)
+            return receiver.receive(group, order)
         except BaseException:
             self._abort()
             # Aborted work of Gloo may still write into the copy.
@@ -222,8 +252,20 @@ class ServerMember:
             raise
         finally:
             limit.cancel()
-            self._weights.release()
-        return {"version": order.version, "digest": digest, "digests": list(transferred.digests)}
+
+    def _prepare_load(self, version: int) -> None:
+        """Does before the engine pauses what does not need its pause."""
+        assert self._receiver is not None
+        # The receiver gives the tensors to its sink, this object.
+        asyncio.run(self._receiver.adopt(version))
+        self._on_received(self._tensors)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _drop(self) -> None:
+        """Frees the second copy."""
+        self._receiver = self._version = None
+        self._tensors = {}
 
     def _abort(self) -> None:
         """Leaves the group; work that waits for its other members fails."""

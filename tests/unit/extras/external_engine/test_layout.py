@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from services.extras.external_engine.layout import (
+    PreparedCopy,
     UnknownLayoutError,
     copy_weights,
     differing_sources,
@@ -217,3 +218,55 @@ def test_tensors_whose_parameters_have_other_bits_are_named(
 
 def test_an_engine_without_parameters_holds_nothing() -> None:
     assert differing_sources({}, {}) == []
+
+
+def _attention(dtype: torch.dtype) -> dict[str, Tensor]:
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    shapes = dict(zip(names, ((8, 8), (4, 8), (4, 8), (8, 8)), strict=True))
+    return {
+        f"{LAYER}.self_attn.{name}.weight": torch.randn(shape).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def _fused(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        f"{LAYER}.self_attn.qkv_proj.weight": torch.zeros(16, 8, dtype=dtype),
+        f"{LAYER}.self_attn.o_proj.weight": torch.zeros(8, 8, dtype=dtype),
+    }
+
+
+def test_a_prepared_copy_copies_each_version_that_its_sources_hold() -> None:
+    sources, targets = _attention(torch.float32), _fused(torch.bfloat16)
+    copy = PreparedCopy(sources, targets)
+    for _ in range(2):
+        for tensor in sources.values():
+            tensor.normal_()
+        copy.measure()
+        assert copy.run() == []
+        expected = torch.cat([*sources.values()][:3]).to(torch.bfloat16)
+        assert torch.equal(targets[f"{LAYER}.self_attn.qkv_proj.weight"], expected)
+        assert differing_sources(sources, targets) == []
+
+
+def test_a_prepared_copy_names_sources_that_changed_after_they_were_measured() -> None:
+    sources, targets = _attention(torch.bfloat16), _fused(torch.bfloat16)
+    copy = PreparedCopy(sources, targets)
+    copy.measure()
+    changed = f"{LAYER}.self_attn.k_proj.weight"
+    sources[changed][3, 7] += 1.0
+    assert copy.run() == [changed]
+
+
+def test_a_prepared_copy_fits_only_the_tensors_that_it_was_made_for() -> None:
+    sources, targets = _attention(torch.float32), _fused(torch.float32)
+    copy = PreparedCopy(sources, targets)
+    assert copy.fits(sources, targets)
+    name = f"{LAYER}.self_attn.o_proj.weight"
+    assert not copy.fits({**sources, name: sources[name].clone()}, targets)
+    assert not copy.fits(sources, {**targets, name: targets[name].clone()})
+
+
+def test_a_prepared_copy_of_an_unknown_layout_is_refused() -> None:
+    with pytest.raises(UnknownLayoutError):
+        PreparedCopy(_attention(torch.float32), {"other.weight": torch.zeros(3)})
