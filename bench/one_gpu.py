@@ -70,7 +70,6 @@ _FIRST = 3
 _UNSAVED = ("trainer.checkpoint.every_s=0", "trainer.checkpoint.at_end=false")
 _IN_PLACE = ("weight_sync.mode=inplace",)
 _OFFLOADED = ("weight_sync.mode=offloaded",)
-_DECODE = ("decode_fixed_s", "decode_sample_s", "decode_max_samples")
 # A vocabulary of real size: lengths are given, because a random model would not end its responses.
 _SHAPE = replace(
     SHAPES["geometric"],
@@ -178,7 +177,6 @@ def _measured(
             f"trainer_{kind}_gb": _largest_gb(run.steps, f"gpu_memory_{name}_bytes")
             for kind, name in (("allocated", "peak"), ("reserved", "reserved"))
         },
-        "decode": {name: _median_of(run.steps, name) for name in _DECODE},
         "steps_s": [round(step["seconds"], 3) for step in run.steps],
         "peak_gb": {**peaks},
         "planned_gb": planned_gb(load_spec(spec, settings), model) if peaks else {},

@@ -71,6 +71,7 @@ def run_for(
     spec: Path,
     environment: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
+    min_steps: int | None = None,
 ) -> WholeRun:
     """Trains a number of steps of a longer run and ends it.
 
@@ -83,6 +84,7 @@ def run_for(
         spec: The specification, with more than ``num_steps`` steps.
         environment: Environment of the run; default: that of this process.
         timeout_s: Longest time from the command to the last step.
+        min_steps: Steps that are enough after ``timeout_s``; default: all.
 
     Raises:
         SystemExit: If the run ends before, with its output.
@@ -96,6 +98,8 @@ def run_for(
             if len(steps) >= num_steps:
                 return WholeRun({}, steps[:num_steps], began=began)
             if timeout_s is not None and time.time() - began > timeout_s:
+                if min_steps is not None and len(steps) >= min_steps:
+                    return WholeRun({}, steps, began=began)
                 raise RuntimeError(
                     f"{len(steps)} of {num_steps} steps within {timeout_s:.0f} s:\n{output_of(folder)}"
                 )

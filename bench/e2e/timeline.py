@@ -1,6 +1,6 @@
 """Work and wait times of each step, and the min time of a step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import mean, median
 from typing import Any
@@ -12,6 +12,7 @@ FIRST_STEP = 5
 _BAR = 40
 _WORK, _WAIT = "seconds_", "idle_seconds_"
 _SUM = "seconds_total"
+_DECODE = ("decode_fixed_s", "decode_sample_s", "decode_max_samples")
 
 
 def _parts(step: Mapping[str, Any], prefix: str) -> dict[str, float]:
@@ -20,6 +21,10 @@ def _parts(step: Mapping[str, Any], prefix: str) -> dict[str, float]:
         for name, value in step.items()
         if name.startswith(prefix) and name != _SUM and value > 0
     }
+
+
+def _values(steps: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [float(step[name]) for step in steps if step.get(name) is not None]
 
 
 def time_line(run: WholeRun, *, max_rate: float) -> list[str]:
@@ -92,6 +97,8 @@ def facts(run: WholeRun, *, first: int) -> dict[str, Any]:
             },
         },
         "staleness_mean": round(total("staleness_mean") / len(steps), 3),
+        "stale_token_fraction": round(total("stale_token_fraction") / len(steps), 4),
+        "decode": {name: median(values) for name in _DECODE if (values := _values(steps, name))},
         "first_step_s": round(ends[0], 1),
     }
 
