@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,3 +57,9 @@ def test_an_engine_with_masks_says_so_and_samples_without_ties() -> None:
     backend = adapter.SglangBackend(ORDER)
     assert backend.capabilities.sampling_masks
     assert backend._arguments["sampling_backend"] == "pytorch"
+
+
+def test_tokens_arrive_together_unless_the_arguments_say_otherwise() -> None:
+    assert adapter.SglangBackend(ORDER)._arguments["stream_interval"] > 1
+    single = replace(ORDER, arguments={"stream_interval": 1})
+    assert adapter.SglangBackend(single)._arguments["stream_interval"] == 1

@@ -100,6 +100,9 @@ _MAX_MASK = "sampling_mask_max_tokens"
 _OPTIONS = frozenset(inspect.signature(ServerArgs).parameters)
 _SLEEPING = ["kv_cache", "weights"]
 _IDLE_TIMEOUT_S = 30.0
+# Tokens of a request that arrive together. The event loop that answers a weight transfer also handles every
+# output, and with one for each token they queue up: a cut then waits for the end of the queue.
+_STREAM_INTERVAL = 16
 _DIED = "the SGLang engine died; see its log lines above"
 
 
@@ -147,6 +150,7 @@ class SglangBackend:
             "skip_server_warmup": True,
             "grammar_backend": "none",
             "max_running_requests": config.max_running,
+            "stream_interval": _STREAM_INTERVAL,
             "custom_weight_loader": [_LOADER],
             "log_level": "error",
             # The trainer also computes logits in float32.
