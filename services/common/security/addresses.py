@@ -23,7 +23,7 @@ _ADDRESS_NAMES: Final = (
 )
 _URL: Final = re.compile(r"\b[a-z][a-z0-9+.-]{0,40}:/{2,}[^\s\"'<>]{0,2000}", re.IGNORECASE)
 _SEPARATORS: Final = re.compile(
-    r"[\s,;|=\"'(){}<>@]+|\\+|/{2,}|[a-z]+:/|(?<![\w.])[a-z]+:(?=\d+\.)", re.IGNORECASE
+    r"(?i)[\s,;|=\"'(){}<>@]+|\\+|/{2,}|[a-z]+:/|(?<![\w.])[a-z]+:(?=\d+\.)|(?<=[\w\]]):(?=/)"
 )
 """Separators of addresses in a list, a command or JSON text, and before one that has no scheme."""
 # A host without letters, such as 16 in 16:9, is a number, unless it is as long as an IPv4 address is.
@@ -36,6 +36,7 @@ _OLD_IP: Final = re.compile(
     r"0x[\da-f]{7,8}|(?:0x[\da-f]+\.|0\d+\.(?=[^.]+\.[^.]+\.))(?:0x[\da-f]+|\d+)(?:\.(?:0x[\da-f]+|\d+)){0,2}"
     r"|127(?:\.\d+){1,2}"
 )
+_SSH_PATH: Final = re.compile(r"[\w.-]+@(?P<host>\[[0-9a-f:.%]+\]|[\w.-]+):\S*", re.IGNORECASE)
 _IMAGE_REGISTRY: Final = re.compile(
     r"(?P<host>localhost|[\w-]+(?:\.[\w-]+)+|\[[0-9a-f:.]+\]|[\w.-]+(?=:))(?::\d+)?/"
 )
@@ -44,23 +45,23 @@ _IMAGE_REGISTRY: Final = re.compile(
 def hosts_in(text: str) -> set[str]:
     """Returns the hosts of all URLs and IP addresses in a text, of ``host:port``, and of local names."""
     text = unicodedata.normalize("NFKC", text).replace("\N{IDEOGRAPHIC FULL STOP}", ".")
+    # Readers of URLs drop tabs and line breaks, and some take a backslash for a slash.
+    forms = f"{text} {joined}" if " " not in (joined := re.sub(r"[\t\r\n]", "", text)) else text
     hosts = {
         _host_of(match[0])
-        for match in _URL.finditer(text)
+        for match in _URL.finditer(f"{forms} {forms.replace(chr(92), '/')}")
         if match[0].partition(":")[0].lower() not in ("file", "data")
     }
     stripped = text.strip().rstrip(".")
-    if address := _HOST_AND_PORT.fullmatch(stripped):
+    if address := _HOST_AND_PORT.fullmatch(stripped) or _SSH_PATH.fullmatch(stripped):
         hosts.add(address["host"].strip("[]").lower())
-    elif _is_ip(stripped.partition("/")[0]) or stripped.lower() == "localhost":
-        hosts.add(stripped.partition("/")[0].strip("[]").lower())
     for candidate in _SEPARATORS.split(text):
         address = _HOST_AND_PORT.fullmatch(candidate)
         host = (address["host"] if address else candidate.partition("/")[0]).strip("[].").lower()
-        is_local = not address and host.endswith((".internal", ".svc", ".cluster.local"))
+        is_local = host == "localhost" or host.endswith((".internal", ".svc", ".cluster.local"))
         # Digits with a port are no phone number; fewer may be a date with a time.
         is_number = bool(address) and host.isdecimal() and len(host) > 8
-        is_ip = re.search(r"\d", host) and _is_ip(host)
+        is_ip = (re.search(r"\d", host) or candidate == stripped) and _is_ip(host)
         if is_local or is_number or is_ip or _OLD_IP.fullmatch(host):
             hosts.add(host)
     return hosts
@@ -85,11 +86,8 @@ def registry_of(image: str) -> str:
 
 def is_private(host: str) -> bool:
     """Returns True if a host is an IP address or a name that only a local network resolves."""
-    return bool(host) and (
-        _is_ip(host)
-        or "." not in host
-        or host.endswith((".internal", ".local", ".svc", ".localhost"))
-    )
+    is_local = host.endswith((".internal", ".local", ".svc", ".localhost"))
+    return bool(host) and (is_local or "." not in host or _is_ip(host))
 
 
 def _host_of(url: str) -> str:

@@ -510,6 +510,15 @@ def test_every_mapping_of_arguments_is_in_the_example():
         {"x": "0x7f000001"},
         {"x": "--host 0177.0.0.1"},
         {"x": ["127.1", "0x7f.1"]},
+        {"x": "http:\t//evil.example/"},
+        {"x": "http://evil.example\n.evil/"},
+        {"x": "http:\\\\evil.example"},
+        {"x": "http://evil.example\\@evil/"},
+        {"x": "root@10.0.0.1:/folder"},
+        {"x": "copy to root@10.0.0.1:/folder"},
+        {"x": "git@evil.example:project.git"},
+        {"x": "curl localhost:8080"},
+        {"x": "ask METADATA.GOOGLE.INTERNAL:80"},
     ],
 )
 def test_no_arguments_name_a_host_that_the_installation_does_not_list(roots, arguments):
@@ -524,6 +533,7 @@ def test_no_arguments_name_a_host_that_the_installation_does_not_list(roots, arg
         "fd00::1",
         "localhost",
         "evil",
+        "evil.example.evil",
         "2130706433",
         "017700000001",
         "3232235777",
