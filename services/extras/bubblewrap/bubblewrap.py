@@ -209,6 +209,7 @@ class Bubblewrap:
             raise SandboxError(f"the sandbox's cgroup cannot be created: {error}") from error
         reader, writer = os.pipe()
         system_calls = _system_calls(
+            has_cgroup=cgroups.limits_memory,
             has_sockets=cgroups.limits_memory or self._spec.loopback,
             has_network=self._spec.loopback,
         )
@@ -218,7 +219,8 @@ class Bubblewrap:
                     self._writable,
                     disk_bytes=self._spec.disk_bytes,
                     info_fd=writer,
-                    options=(*_PROC, "--seccomp", str(system_calls)),
+                    # Commands can neither stop nor kill the first process of their namespace.
+                    options=(*_PROC, "--as-pid-1", "--seccomp", str(system_calls)),
                 ),
                 *(sys.executable, "-I", "-S", "-c", _init_program(), *self._arguments),
                 stdin=PIPE,
@@ -421,15 +423,10 @@ def _archive(image: str, max_bytes: int) -> bytes:
     return content.getvalue()
 
 
-def _system_calls(*, has_sockets: bool, has_network: bool) -> int:
-    """Returns the reading end of a pipe that contains the system call filter."""
+def _system_calls(**options: bool) -> int:
+    """Returns the reading end of a pipe that contains the system call filter with these options."""
     reader, writer = os.pipe()
-    os.write(
-        writer,
-        seccomp.sandbox_filter(
-            platform.machine(), has_sockets=has_sockets, has_network=has_network
-        ),
-    )
+    os.write(writer, seccomp.sandbox_filter(platform.machine(), **options))
     os.close(writer)
     return reader
 

@@ -5,6 +5,8 @@ bytes of output), the command and its input. An answer is a line of the exit sta
 the exceeded limit or ``-``, and the bytes of the output, and the output. The program exits at the end of its
 standard input, and the sandbox with it.
 
+It is the first process of its PID namespace, so that commands cannot stop it, and reaps orphans.
+
 It runs from its source text and imports little, because its start takes most of the start of a sandbox.
 """
 
@@ -49,8 +51,13 @@ class _Limits:
         self._files = max(_MIN_FILES, disk_bytes // _MIN_FILE_BYTES)
         self._folders = folders
 
-    def exceeded(self) -> str:
-        """Returns the name of a limit that all processes together exceed, or an empty string."""
+    def exceeded(self, command: int | None = None) -> str:
+        """Returns the name of a limit that all processes together exceed, or an empty string.
+
+        Args:
+            command: Process whose status the caller needs.
+        """
+        _reap(command)
         processes = _others()
         if len(processes) > self._processes:
             return "processes"
@@ -179,7 +186,7 @@ def _wait(process: int, output: _Output, deadline: float, limits: _Limits) -> st
             if descriptor in readable:
                 return ""
             if time.monotonic() >= check_at:
-                if limit := limits.exceeded():
+                if limit := limits.exceeded(process):
                     return limit
                 check_at = time.monotonic() + _CHECK_S
     finally:
@@ -201,7 +208,7 @@ def _kill_if_exceeded(limits: _Limits) -> None:
 
 
 def _kill_others() -> None:
-    """Kills all processes except this one and the namespace's first one, background ones included."""
+    """Kills all processes except this one, background ones included."""
     try:
         os.kill(-1, _SIGKILL)
     except ProcessLookupError:  # there is none
@@ -209,15 +216,26 @@ def _kill_others() -> None:
 
 
 def _others() -> list[str]:
-    """Returns the ids of all processes except this one and the namespace's first one."""
+    """Returns the ids of all processes except this one."""
     names = os.listdir("/proc")  # noqa: PTH208 -- pathlib is slow to import
-    return [name for name in names if name.isdecimal() and int(name) not in (1, os.getpid())]
+    return [name for name in names if name.isdecimal() and int(name) != os.getpid()]
+
+
+def _reap(command: int | None = None) -> None:
+    """Removes the orphans that have ended; a command keeps its status for its caller."""
+    for name in _others():
+        if int(name) != command:
+            try:
+                os.waitpid(int(name), os.WNOHANG)
+            except ChildProcessError:  # its parent lives, or it ended meanwhile
+                continue
 
 
 def _wait_for_others() -> None:
     """Waits until killed processes are gone, so that they do not affect the next command."""
     deadline = time.monotonic() + _END_TIMEOUT_S
     while _others() and time.monotonic() < deadline:
+        _reap()
         time.sleep(_CHECK_S / 10)
 
 

@@ -25,6 +25,7 @@ from services.extras.bubblewrap.system_calls import (
     NETWORK_PROTOCOLS,
     NEWEST,
     REFUSED_IN_SANDBOXES,
+    REFUSED_WITHOUT_CGROUP,
     SOCKETS,
     UNIX_FAMILY,
 )
@@ -69,17 +70,21 @@ def build_filter(machine: str) -> bytes:
     return _packed(code)
 
 
-def sandbox_filter(machine: str, *, has_sockets: bool, has_network: bool) -> bytes:
+def sandbox_filter(
+    machine: str, *, has_cgroup: bool, has_sockets: bool, has_network: bool
+) -> bytes:
     """Returns the filter of sandboxes as classic BPF instructions.
 
     Args:
         machine: ``x86_64`` or ``aarch64``.
+        has_cgroup: True if a cgroup limits the memory of the sandbox.
         has_sockets: True to allow Unix sockets.
         has_network: True to allow sockets of the sandbox's own network.
     """
     column = MACHINES.index(machine)
     code = _first_instructions(machine)
-    for numbers in REFUSED_IN_SANDBOXES.values():
+    refused = REFUSED_IN_SANDBOXES | ({} if has_cgroup else REFUSED_WITHOUT_CGROUP)
+    for numbers in refused.values():
         if (number := numbers[column]) is not None:
             code += _if(_JUMP_EQUAL, number, [(_RETURN, 0, 0, _UNKNOWN)])
     clone = CHECKED["clone"][column]

@@ -210,6 +210,17 @@ REFUSED_IN_SANDBOXES: dict[str, Numbers] = {
 ``clone`` may not create user namespaces. :data:`SOCKETS` may create only certain sockets.
 """
 
+REFUSED_WITHOUT_CGROUP: dict[str, Numbers] = {
+    # Queues of events, half a GiB for one user, which no process maps.
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
+    # They could stop ``init.py``, which then checks the memory of all processes.
+    "ptrace": (101, 117),
+    "process_vm_writev": (311, 271),
+}
+"""Calls that commands in the sandbox of an episode may not make where no memory cgroup limits them."""
+
 SOCKETS: dict[str, Numbers] = {"socket": (41, 198), "socketpair": (53, 199)}
 """Calls that create sockets of the family in their first argument, and the protocol in their third."""
 UNIX_FAMILY = 1

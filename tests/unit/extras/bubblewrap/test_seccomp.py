@@ -15,6 +15,7 @@ from services.extras.bubblewrap.system_calls import (
     CLONE3,
     MACHINES,
     REFUSED_IN_SANDBOXES,
+    REFUSED_WITHOUT_CGROUP,
     SOCKETS,
 )
 
@@ -47,7 +48,7 @@ def numbers_of_the_kernel(machine: str) -> dict[str, int]:
 def test_every_number_is_the_kernels(machine: str) -> None:
     kernel = numbers_of_the_kernel(machine)
     column = MACHINES.index(machine)
-    tables = ALLOWED | CHECKED | REFUSED_IN_SANDBOXES | {**SOCKETS}
+    tables = ALLOWED | CHECKED | REFUSED_IN_SANDBOXES | REFUSED_WITHOUT_CGROUP | SOCKETS
     ours = {name: numbers[column] for name, numbers in tables.items()}
     assert ours == {name: kernel.get(name) for name in ours}
     assert kernel["clone3"] == CLONE3
@@ -142,9 +143,13 @@ def test_arguments_decide_over_checked_calls(machine: str) -> None:
 def test_a_sandbox_has_neither_uncounted_memory_nor_new_namespaces(machine: str) -> None:
     kernel = numbers_of_the_kernel(machine)
 
-    def call(name: str, *arguments: int, sockets: bool = False, network: bool = False) -> int:
-        build = partial(seccomp.sandbox_filter, has_sockets=sockets, has_network=network)
+    def call(name: str, *arguments: int, counted: bool = True, **sockets: bool) -> int:
+        options = {"has_sockets": False, "has_network": False, "has_cgroup": counted, **sockets}
+        build = partial(seccomp.sandbox_filter, **options)
         return answer(machine, kernel[name], *arguments, build=build)
+
+    for name in ("inotify_init1", "fanotify_init", "ptrace", "process_vm_writev"):
+        assert (call(name), call(name, counted=False)) == (ALLOW, UNKNOWN)
 
     assert {call(name) for name in ("memfd_create", "shmget", "unshare", "mount", "bpf")} == {
         UNKNOWN
@@ -159,7 +164,7 @@ def test_a_sandbox_has_neither_uncounted_memory_nor_new_namespaces(machine: str)
             (True, False, {unix}),
             (True, True, {unix, tcp, netlink}),
         ):
-            call_one = partial(call, name, sockets=has_sockets, network=has_network)
+            call_one = partial(call, name, has_sockets=has_sockets, has_network=has_network)
             families = (unix, tcp, mptcp, netlink, vsock)
             assert {family for family in families if call_one(*family) == ALLOW} == allowed
             assert {call_one(*family) for family in families} - {ALLOW} == {DENY}

@@ -278,6 +278,58 @@ async def test_a_command_has_no_sockets_where_no_cgroup_counts_them(
                 assert (result.exit_status == 0) is loopback
 
 
+STOP_CHECKS = """
+import ctypes, os, signal, time
+libc = ctypes.CDLL(None)
+for process in (1, 2):
+    if TRACES:
+        libc.ptrace(16, process, 0, 0)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        try:
+            if process not in (os.getpid(), os.getppid()):
+                os.kill(process, number)
+        except OSError:
+            pass
+for _ in range(4):
+    if os.fork() == 0:
+        content = bytes(range(256)) * 150_000
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("has_cgroups", [True, False])
+async def test_commands_cannot_stop_what_checks_their_limits(
+    has_cgroups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_cgroups:
+        monkeypatch.setattr(cgroup, "parent_cgroups", dict)
+    # Debuggers work where the kernel limits the memory.
+    program = STOP_CHECKS.replace("TRACES", str(not has_cgroups))
+    async with sandbox(memory_bytes=128 << 20) as box:
+        result = await box.run(f"{sys.executable} -S -c {shlex.quote(program)}; sleep 60")
+        assert (result.limit, result.exit_status) == ("memory", 137), result.text
+        assert (await box.run("echo on")).text == "on\n"
+
+
+async def test_queues_of_events_are_refused_where_no_cgroup_counts_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cgroup, "parent_cgroups", dict)
+    async with sandbox() as box:
+        for function in ("inotify_init()", "inotify_init1(0)", "fanotify_init(512, 0)"):
+            program = f"import ctypes; print(ctypes.CDLL(None).{function})"
+            assert (await box.run(f"{sys.executable} -c '{program}'")).text == "-1\n"
+
+
+async def test_orphans_are_reaped() -> None:
+    async with sandbox() as box:
+        for _ in range(3):
+            # Ended orphans that were kept would exceed the limit of processes.
+            await box.run("for i in 1 2 3 4 5; do setsid true & done; sleep 0.3")
+        alive = await box.run("for i in 1 2 3 4 5; do setsid true & done; sleep 1; ps -e -o stat=")
+        assert "Z" not in alive.text
+
+
 async def test_processes_talk_over_the_loopback_if_the_specification_says_so() -> None:
     program = (
         "import socket; server = socket.create_server(('127.0.0.1', 0)); "
