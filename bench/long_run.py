@@ -5,8 +5,9 @@ memory of every process and the size of every kind of file about every 20 s. The
 median slope (Theil-Sen) of its memory over the steps after step 2,000. A process that was replaced, such as
 one that calls rewards, counts with its successors.
 
-``--prompts`` trains fewer prompts a step than sort4's 32 if there is no time for 20,000 such steps; the
-result lists the settings.
+``--prompts`` trains fewer prompts a step than sort4's 32, and ``--evaluate-every`` evaluates less often, if
+there is no time for 20,000 such steps; the result lists the settings. The end of ``--minutes``, SIGTERM and
+SIGINT end the run; the result then has the steps so far, and ``wanted_steps``.
 
 Bars: no process grows by more than 1 KB a step after step 2,000; the file of the samples does not exceed
 ``samples.max_bytes``; the checkpoints are at most ``trainer.checkpoint.keep`` and the best one.
@@ -14,6 +15,7 @@ Bars: no process grows by more than 1 KB a step after step 2,000; the file of th
 
 import argparse
 import platform
+import signal
 import statistics
 import time
 from collections import defaultdict
@@ -37,7 +39,6 @@ KEEP = 2
 MAX_SAMPLE_BYTES = 64 << 20
 SETTINGS = (
     "algorithm.max_staleness=2",
-    "validation.every=100",
     "trainer.checkpoint.every=500",
     f"trainer.checkpoint.keep={KEEP}",
     f"samples.max_bytes={MAX_SAMPLE_BYTES}",
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--minutes", type=float, default=1e9, help="ends the run after this time")
     parser.add_argument("--prompts", type=int, help="prompts per step; default: those of sort4")
+    parser.add_argument("--evaluate-every", type=int, default=100, help="steps between evaluations")
     parser.add_argument("--smoke", action="store_true", help="100 steps; writes no results")
     parser.add_argument("--folder", type=Path, help="keeps the run in this folder")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the result goes")
@@ -84,16 +86,17 @@ def main() -> None:
     steps = 100 if arguments.smoke else arguments.steps
     after = steps // 2 if arguments.smoke else AFTER_STEP
     out = None if arguments.smoke else arguments.json
-    settings = SETTINGS
+    settings = (*SETTINGS, f"validation.every={arguments.evaluate_every}")
     if arguments.prompts is not None:
-        settings = (*SETTINGS, f"trainer.prompts_per_step={arguments.prompts}")
-    with run_folder(arguments.folder) as folder:
-        points = []
+        settings = (*settings, f"trainer.prompts_per_step={arguments.prompts}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    points: list[Point] = []
+    with run_folder(arguments.folder) as folder, suppress(KeyboardInterrupt):
         for point in measured(folder, settings, steps=steps, minutes=arguments.minutes):
             points.append(point)
             if out is not None and len(points) % _WRITE_EVERY == 0:
-                write_json(out, result(points, settings, after=after))
-    results = result(points, settings, after=after)
+                write_json(out, {"wanted_steps": steps, **result(points, settings, after=after)})
+    results = {"wanted_steps": steps, **result(points, settings, after=after)}
     report_to(out, results)
     if not arguments.smoke and results["failed"]:
         raise SystemExit(f"above the bar: {', '.join(results['failed'])}")

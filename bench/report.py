@@ -21,9 +21,11 @@ def read_json(path: Path | None, empty: Any = None) -> Any:
 
 
 def write_json(path: Path, result: Any) -> None:
-    """Writes results to a file, and creates its folder if it is missing."""
+    """Writes results to a file at once, and creates its folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    partial_file = path.with_name(f"{path.name}.part")
+    partial_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    partial_file.replace(path)
 
 
 def device_name() -> str:
