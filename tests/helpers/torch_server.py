@@ -170,7 +170,7 @@ class EngineClient:
 
 def _joined(middleware: dict[str, str]) -> ServerMember:
     secret = bytes.fromhex(middleware["secret"])
-    return ServerMember(middleware["path"], secret, number=0, device=torch.device("cpu"))
+    return ServerMember(middleware["address"], secret, number=0, device=torch.device("cpu"))
 
 
 def _received(member: ServerMember | None, version: int, digest: str) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Adapters inside vLLM's workers: loaded from memory instead of from a folder, and removed."""
 
+import json
 import logging
 from collections.abc import Mapping
 from types import MethodType
@@ -13,6 +14,8 @@ from vllm.lora.request import LoRARequest
 
 from services.extras.external_engine.layout import UnknownLayoutError, differing_sources
 from services.extras.external_engine.shared_tensors import open_shared
+from services.extras.fleets.hosts import HostMemory, description_for
+from services.extras.fleets.staging import is_received_memory
 from services.weightsync.adapters import frozen_digest
 from services.weightsync.weight_plan import LORA_DOWN, LORA_UP
 
@@ -27,7 +30,37 @@ class AdapterLoader:
     """
 
     model_runner: Any
+    local_rank: int
+    parallel_config: Any
+    _host_memory: HostMemory | None = None
     _fleet_adapters: dict[int, dict[str, Tensor]] | None = None
+
+    def join_engine_hosts(self, described: str) -> None:
+        """Lets the first worker of a further host receive what the server does; see ``hosts.EngineHosts``."""
+        node = self._node()
+        if node and not self.local_rank:
+            self._host_memory = HostMemory(described, node)
+
+    def opened(self, description: str) -> dict[str, Tensor]:
+        """Opens tensors that the server received, in the memory of this worker's host.
+
+        Args:
+            description: Result of ``hosts.EngineHosts.described``.
+
+        Raises:
+            RuntimeError: If this worker's host is no host of the engine by vLLM's configuration.
+        """
+        of_host = description_for(description, self._node())
+        if not is_received_memory(json.loads(of_host)["path"]):
+            raise RuntimeError(
+                "this worker is not on a host that received the weights; start vLLM on each host with "
+                "--nnodes, --node-rank and, on the further ones, --headless, in place of Ray"
+            )
+        return open_shared(of_host)
+
+    def _node(self) -> int:
+        """Returns the number of this worker's host among those of the engine."""
+        return int(getattr(self.parallel_config, "node_rank_within_dp", 0))
 
     def load_fleet_adapter(self, lora_id: int, name: str, description: str) -> dict[str, Any]:
         """Loads an adapter; returns the digest of the tensors that this worker keeps.
@@ -35,13 +68,13 @@ class AdapterLoader:
         Args:
             lora_id: Number of the adapter, never used before.
             name: Name that requests give.
-            description: Result of ``StagedWeights.description``: pairs of ``[r, in]`` and ``[out, r]``, whose
+            description: Result of ``EngineHosts.described``: pairs of ``[r, in]`` and ``[out, r]``, whose
                 product is added to a weight.
 
         Raises:
             ValueError: If the engine cannot adapt one of the modules.
         """
-        tensors = {key: value.clone() for key, value in open_shared(description).items()}
+        tensors = {key: value.clone() for key, value in self.opened(description).items()}
         self._check_fleet_modules(tensors)
         self._fleet_kept()[lora_id] = tensors
         try:
@@ -71,7 +104,7 @@ class AdapterLoader:
         }
         try:
             with torch.no_grad():
-                differing = differing_sources(open_shared(description), parameters, **ranks)
+                differing = differing_sources(self.opened(description), parameters, **ranks)
         except UnknownLayoutError as error:
             logger.warning("the base is verified by its files only", extra={"why": str(error)})
             return {"way": "unknown", "differing": []}

@@ -4,7 +4,7 @@ from services.common.models.configs import full_config
 from services.common.models.loading import find_folder, read_weights
 from services.common.runspec.run import ModelSpec
 from services.extras.external_engine.shared_tensors import open_shared
-from services.extras.fleets.staging import StagedWeights
+from services.extras.fleets.staging import SharedMemory, StagedWeights
 from services.weightsync.adapters import frozen_digest, frozen_tensors
 
 _BUCKET_BYTES = 256 << 20
@@ -42,6 +42,10 @@ class BaseCheckpoint:
     def description(self) -> str:
         """Returns the description that the workers open."""
         return self._staged.description()
+
+    @property
+    def memory(self) -> SharedMemory:
+        return self._staged.memory
 
     def close(self) -> None:
         """Frees the memory."""

@@ -22,6 +22,7 @@ from services.extras.fleets.protocol import (
 from services.extras.vllm.kind import CAPTURED_SIZES, CORES_FOR_TWO_PROCESSES
 
 _MODULE: Final = "vllm.entrypoints.openai.api_server"
+_OF_FURTHER_HOST: Final = "services.extras.fleets.headless"
 OPTIONS: Final = (
     *("--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION),
     *("--scheduler-cls", SCHEDULER, "--stream-interval", "16"),
@@ -32,6 +33,9 @@ OPTIONS: Final = (
 """Options that a fleet needs."""
 _OF_CPU: Final = ("--no-enable-chunked-prefill",)
 """Options that requests with seeds need on a CPU."""
+_OF_CPUS: Final = ("--distributed-executor-backend", "mp")
+"""Options with which a CPU build runs several workers."""
+_SEVERAL_WORKERS: Final = ("--nnodes", "-n", "--tensor-parallel-size", "-tp")
 
 
 def token_option() -> str:
@@ -54,8 +58,15 @@ def server_command(options: Sequence[str], *, is_cpu: bool) -> list[str]:
         options: Options of ``vllm serve``, which take precedence.
         is_cpu: True for vLLM's CPU build.
     """
-    of_device = [*_OF_CPU, *as_options(ENGINES["vllm"].cpu_arguments)] if is_cpu else _of_gpu()
-    return [sys.executable, "-m", _MODULE, *OPTIONS, token_option(), *of_device, *options]
+    of_device = _of_cpu(options) if is_cpu else _of_gpu()
+    module = _OF_FURTHER_HOST if "--headless" in options else _MODULE
+    return [sys.executable, "-m", module, *OPTIONS, token_option(), *of_device, *options]
+
+
+def _of_cpu(options: Sequence[str]) -> list[str]:
+    names = {option.partition("=")[0] for option in options}
+    several = _OF_CPUS if names.intersection(_SEVERAL_WORKERS) else ()
+    return [*_OF_CPU, *as_options(ENGINES["vllm"].cpu_arguments), *several]
 
 
 def _of_gpu() -> list[str]:

@@ -30,6 +30,7 @@ from services.extras.fleets.adapters import AdapterSession, SharedServer
 from services.extras.fleets.answers import RefusedError, read_body
 from services.extras.fleets.direct.links import WorkerLinks
 from services.extras.fleets.direct.messages import LOAD_METHOD
+from services.extras.fleets.hosts import EngineHosts
 from services.extras.fleets.protocol import (
     ADAPTERS,
     API,
@@ -307,7 +308,8 @@ class FleetMember:
             else:
                 staged = self._upload.complete(body.get("version"), body.get("digest"))
                 version, digest = staged.version, staged.digest()
-                method, argument = "load_fleet_weights", staged.description()
+                hosts = EngineHosts.of(request.app.state)
+                method, argument = "load_fleet_weights", hosts.described(staged.description())
             self._withdraw(cuts_tokens=False)
             # An update that ends half-way must end in the workers, even if no client waits for it.
             workers = await asyncio.shield(

@@ -2,8 +2,8 @@
 
 import json
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,12 +12,24 @@ from services.weightsync.arena import source_digest
 from services.weightsync.checksum import write_checksum
 from services.weightsync.weight_plan import TensorSpec, WeightPlan, make_plan
 
+_NAME: Final = "slipstream-weights"
+
+
+def is_received_memory(path: str) -> bool:
+    """Returns False if the path is not that of a :class:`SharedMemory` of this host."""
+    try:
+        return _NAME in os.readlink(path)  # noqa: PTH115 -- a link to no file
+    except OSError:
+        return False
+
 
 class SharedMemory:
     """Memory without a file name, which ends with this process; other processes of the host open its path."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._file = os.memfd_create("slipstream-weights")
+        self.on_close: Callable[[str], None] | None = None
+        """Called with the path when the memory is freed."""
+        self._file = os.memfd_create(_NAME)
         try:
             os.truncate(self._file, num_bytes)
             self.path = f"/proc/{os.getpid()}/fd/{self._file}"
@@ -31,6 +43,8 @@ class SharedMemory:
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
+            if self.on_close is not None:
+                self.on_close(self.path)
 
 
 class StagedWeights:
@@ -91,6 +105,11 @@ class StagedWeights:
         self._begun.add(index)
         return self._bytes(index)
 
+    def bounds(self, index: int) -> tuple[int, int]:
+        """Returns the first byte of a bucket in the memory, and the one after its last."""
+        bucket = self._layout.buckets[index]
+        return bucket.start, bucket.stop
+
     def finish(self, index: int) -> None:
         """Computes the checksum of a bucket that has arrived. Blocks."""
         sums = torch.zeros(2, dtype=torch.int64)
@@ -99,8 +118,8 @@ class StagedWeights:
         self._missing.discard(index)
 
     def _bytes(self, index: int) -> Tensor:
-        bucket = self._layout.buckets[index]
-        return self.memory.buffer[bucket.start : bucket.stop]
+        start, stop = self.bounds(index)
+        return self.memory.buffer[start:stop]
 
     def digest(self) -> str:
         """Returns the hex digest of the bytes that arrived: equal to the sender's only for equal weights."""

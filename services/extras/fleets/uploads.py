@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from services.extras.fleets.answers import RefusedError, read_body
+from services.extras.fleets.hosts import EngineHosts
 from services.extras.fleets.protocol import VERSION_HEADER
 from services.extras.fleets.staging import StagedWeights
 from services.weightsync.weight_plan import TensorSpec
@@ -33,7 +34,7 @@ class Upload:
         """Makes room for a version.
 
         Raises:
-            RefusedError: If it has no layout, or there is no memory for it.
+            RefusedError: If it has no layout, or there is no memory for it on a host of the engine.
         """
         body = await read_body(request)
         self._check(request)
@@ -54,7 +55,9 @@ class Upload:
             if memory is not None:
                 memory.close()
             raise RefusedError(507, f"no memory for the announced weights: {error}") from error
-        return {"num_buckets": self._staged.num_buckets}
+        staged = self._staged
+        await EngineHosts.of(request.app.state).prepare(staged.memory)
+        return {"num_buckets": staged.num_buckets}
 
     async def receive(self, request: Request) -> dict[str, Any]:
         """Receives one bucket.
@@ -89,6 +92,7 @@ class Upload:
             raise RefusedError(400, f"bucket {index} was interrupted") from error
         if position != len(bucket):
             raise RefusedError(400, f"bucket {index} has {len(bucket)} bytes, got {position}")
+        await EngineHosts.of(request.app.state).copy(staged.memory, *staged.bounds(index))
         await asyncio.to_thread(staged.finish, index)
         return {}
 

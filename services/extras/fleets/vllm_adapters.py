@@ -6,6 +6,7 @@ from typing import Any
 
 from services.extras.fleets.answers import RefusedError
 from services.extras.fleets.base import BaseCheckpoint
+from services.extras.fleets.hosts import EngineHosts
 from services.extras.fleets.protocol import WORKERS_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class VllmAdapters:
                 "--load-format auto, so that adapters have their base",
             )
         dtype = str(model.dtype).removeprefix("torch.")
+        hosts = EngineHosts.of(self._state)
         try:
             checkpoint = await asyncio.to_thread(
                 BaseCheckpoint, str(model.model), revision=model.revision, dtype=dtype
@@ -77,7 +79,10 @@ class VllmAdapters:
         except (ValueError, OSError, RuntimeError) as error:
             raise RefusedError(422, f"the base weights cannot be verified: {error}") from error
         try:
-            workers = await self._call("compare_fleet_base", checkpoint.description())
+            await hosts.prepare(checkpoint.memory)
+            await hosts.copy(checkpoint.memory, 0, checkpoint.memory.buffer.nbytes)
+            description = hosts.described(checkpoint.description())
+            workers = await self._call("compare_fleet_base", description)
         finally:
             checkpoint.close()
         if differing := sorted({name for worker in workers for name in worker["differing"]}):
@@ -98,6 +103,7 @@ class VllmAdapters:
         """
         from vllm.lora.request import LoRARequest  # only a server has vLLM
 
+        description = EngineHosts.of(self._state).described(description)
         workers = await self._call("load_fleet_adapter", lora_id, name, description)
         requests = self._state.openai_serving_models.lora_requests
         requests[name] = LoRARequest(

@@ -14,7 +14,6 @@ from services.extras.external_engine.layout import (
     UnknownLayoutError,
     differing_sources,
 )
-from services.extras.external_engine.shared_tensors import open_shared
 from services.extras.fleets.adapter_worker import AdapterLoader
 from services.extras.fleets.direct.member import ServerMember
 from services.extras.vllm.worker import WeightLoader, tensor_place
@@ -37,21 +36,21 @@ class FleetWorker(AdapterLoader, WeightLoader):
         vLLM runs this call between two steps, so that no step uses two versions.
 
         Args:
-            description: Result of ``StagedWeights.description``.
+            description: Result of ``EngineHosts.described``.
         """
-        return self._compared(open_shared(description))
+        return self._compared(self.opened(description))
 
     def join_weight_group(self, described: str) -> dict[str, Any]:
         """Starts the member that receives weights from the trainer; returns its number and its device.
 
         Args:
-            described: JSON object with the ``path`` and the ``secret`` of the middleware's socket.
+            described: JSON object with the ``address`` and the ``secret`` of the middleware's listener.
         """
         middleware = json.loads(described)
         if self._member is not None:
             self._member.close()
         self._member = ServerMember(
-            middleware["path"],
+            middleware["address"],
             bytes.fromhex(middleware["secret"]),
             number=self.rank,
             device=self.device,

@@ -18,6 +18,13 @@ from typing import Any, Final
 
 from services.extras.fleets.answers import RefusedError
 from services.extras.fleets.direct.messages import JOIN_METHOD, Message
+from services.extras.fleets.hosts import (
+    accepted,
+    host_address,
+    listener_for_hosts,
+    number_of_hosts,
+    wake_listener,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +59,14 @@ class WorkerLinks:
         """
         if self._devices:
             return self._devices
-        self._folder = tempfile.mkdtemp(prefix="slipstream-")  # of mode 0700
-        path, secret = str(Path(self._folder, _SOCKET)), secrets.token_bytes(32)
-        self._listener = Listener(path, family="AF_UNIX", authkey=secret)
+        secret = secrets.token_bytes(32)
+        self._listener = self._listen(secret, is_local=number_of_hosts(engine.vllm_config) == 1)
+        address = self._listener.address
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
         try:
             async with asyncio.timeout(_JOIN_TIMEOUT_S):
                 described: list[dict[str, Any]] = await engine.collective_rpc(
-                    JOIN_METHOD, args=(json.dumps({"path": path, "secret": secret.hex()}),)
+                    JOIN_METHOD, args=(json.dumps({"address": address, "secret": secret.hex()}),)
                 )
                 while len(self._lines) < len(described):
                     self._joined.clear()
@@ -126,16 +133,27 @@ class WorkerLinks:
         self._lines.clear()
         listener, self._listener = self._listener, None
         if listener is not None:
-            with suppress(OSError), socket.socket(socket.AF_UNIX) as waker:
-                waker.connect(str(Path(self._folder, _SOCKET)))
+            wake_listener(listener)
+
+    def _listen(self, secret: bytes, *, is_local: bool) -> Listener:
+        """Returns a listener that all workers reach: those of one host in a folder that only they can enter.
+
+        Raises:
+            RefusedError: If this host has no address for the others.
+        """
+        if is_local:
+            self._folder = tempfile.mkdtemp(prefix="slipstream-")  # of mode 0700
+            return Listener(str(Path(self._folder, _SOCKET)), family="AF_UNIX", authkey=secret)
+        return listener_for_hosts(host_address, secret)
 
     def _accept(self, listener: Listener) -> None:
         while self._listener is listener:
             with suppress(AuthenticationError, EOFError, OSError):
-                line = listener.accept()
+                line = accepted(listener)
                 threading.Thread(target=self._read, args=(line,), daemon=True).start()
         listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self, line: Connection) -> None:
         number = -1

@@ -13,12 +13,12 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Client
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -56,8 +56,8 @@ class ServerMember:
     """Receives versions into a second copy of the weights on the worker's device.
 
     Args:
-        path: Socket of the server's middleware.
-        secret: Secret of the socket.
+        address: Listener of the server's middleware: a socket's path, or host and port.
+        secret: Secret of the listener.
         number: Number of the worker in its server.
         device: Device of its weights.
         on_received: Receives the tensors of each version, in the stream in which it was received, before
@@ -66,7 +66,7 @@ class ServerMember:
 
     def __init__(
         self,
-        path: str,
+        address: str | Sequence[Any],
         secret: bytes,
         *,
         number: int,
@@ -77,7 +77,13 @@ class ServerMember:
         self._on_received = on_received
         self.phases_ms: dict[str, float] = {}
         """Durations of the last version's receipt and preparation."""
-        self._line = Client(path, family="AF_UNIX", authkey=secret)
+        path_or_port = address if isinstance(address, str) else (str(address[0]), int(address[1]))
+        self._line = Client(path_or_port, authkey=secret)
+        self._host = ""
+        """Address of this host for the trainer, if it is not that of the server."""
+        if not isinstance(address, str):
+            with socket.socket(fileno=os.dup(self._line.fileno())) as end:
+                self._host = str(end.getsockname()[0])
         self._writing = threading.Lock()
         self._requests = itertools.count()
         self._store = _RelayedStore(self._send, -1, self._requests)
@@ -200,7 +206,7 @@ class ServerMember:
                 rank=message["rank"],
                 num_receivers=message["workers"],
             ),
-            host=message["host"],
+            host=self._host or message["host"],
             device=self._device,
             timeout_s=message["timeout_s"],
             folder=Path(tempfile.gettempdir()),

@@ -101,9 +101,9 @@ class FakeEngine:
         return [{"way": "compared", "differing": self.differing}]
 
     def _join(self, middleware: dict[str, str]) -> list[dict[str, Any]]:
-        path, secret = middleware["path"], bytes.fromhex(middleware["secret"])
+        address, secret = middleware["address"], bytes.fromhex(middleware["secret"])
         self.members = [
-            ServerMember(path, secret, number=number, device=torch.device("cpu"))
+            ServerMember(address, secret, number=number, device=torch.device("cpu"))
             for number in range(self.num_workers)
         ]
         return [{"number": n, "device": m.device_name} for n, m in enumerate(self.members)]

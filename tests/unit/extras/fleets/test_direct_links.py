@@ -12,12 +12,14 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 from services.extras.fleets.answers import RefusedError
+from services.extras.fleets.direct import links as links_module
 from services.extras.fleets.direct import source as source_module
 from services.extras.fleets.direct.links import WorkerLinks
 from services.extras.fleets.direct.messages import DONE, GET, PING, RECEIVE, Message
 from services.extras.fleets.direct.relay import GroupRelay
 from services.extras.fleets.direct.source import FORMED_KEY, ServersSource
 from services.weightsync.group import RankAssignment
+from tests.helpers.engines import until
 from tests.unit.extras.fleets.servers import FakeEngine
 
 
@@ -99,6 +101,28 @@ async def _opened(engine: FakeEngine) -> WorkerLinks:
     links = WorkerLinks()
     await links.open(engine)
     return links
+
+
+async def test_workers_on_several_hosts_connect_to_an_address_and_name_their_own_to_the_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links_module, "host_address", lambda: "127.0.0.1")
+    engine = FakeEngine()
+    engine.num_workers = 2
+    engine.vllm_config.parallel_config.nnodes_within_dp = 2
+    links = await _opened(engine)
+    try:
+        pings = [(number, {"kind": PING, "job": number}) for number in range(2)]
+        answers: list[tuple[int, Message]] = []
+        async with asyncio.timeout(10.0):
+            answers += await links.exchange(pings, wait_s=5.0)
+            while len(answers) < 2:
+                answers += await links.exchange([], wait_s=5.0)
+        assert sorted(number for number, _ in answers) == [0, 1]
+        assert {member._host for member in engine.members} == {"127.0.0.1"}
+    finally:
+        links.close()
+    await until(lambda: all(member._line.closed for member in engine.members))
 
 
 async def test_a_member_that_ends_is_reported_at_once_after_its_last_message() -> None:

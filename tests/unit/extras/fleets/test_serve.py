@@ -24,3 +24,29 @@ def test_a_server_gets_the_option_for_token_ids_that_its_vllm_has(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert token_option() == option
     assert option in server_command(["--model", "m"], is_cpu=False)
+
+
+def test_workers_of_a_further_host_have_the_options_of_the_server() -> None:
+    group = ["--nnodes", "2", "--tensor-parallel-size", "2"]
+    server = server_command(["--model", "m", *group], is_cpu=True)
+    further = server_command(["--model", "m", *group, "--headless"], is_cpu=True)
+    assert further[2] == "services.extras.fleets.headless" != server[2]
+    assert [*server[3:], "--headless"] == further[3:]
+
+
+@pytest.mark.parametrize(
+    ("options", "executor"),
+    [
+        ([], "uni"),
+        (["--tensor-parallel-size=2"], "mp"),
+        (["-tp", "2"], "mp"),
+        (["-n", "2"], "mp"),
+        (["--nnodes", "2", "--distributed-executor-backend", "ray"], "ray"),
+    ],
+)
+def test_a_cpu_build_has_the_executor_that_its_workers_need(
+    options: list[str], executor: str
+) -> None:
+    command = server_command(["--model", "m", *options], is_cpu=True)
+    positions = [i for i, option in enumerate(command) if option.endswith("executor-backend")]
+    assert command[positions[-1] + 1] == executor  # the last one is vLLM's choice
