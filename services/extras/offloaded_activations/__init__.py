@@ -1,0 +1,1 @@
+"""Activations in host memory between the passes of a micro-batch."""
