@@ -407,9 +407,14 @@ def _gathered(
     *,
     item: int,
 ) -> float:
-    """Returns the bytes of gathered weights in the dtype of the pass: two layers, and what is outside."""
+    """Returns the bytes of weights in the dtype of the pass: two layers, and what is outside of them.
+
+    A rank that casts the weights of one layer has their gradients instead of the second.
+    """
     outside = _outside(config)
     layer = (_computed(trainer, shapes) - outside) / config.get_text_config().num_hidden_layers
+    # Gradients of casts have their dtype until a layer's backward pass ends, or that of all layers.
+    outside *= 2 if trainer.casts_by_layer else 1
     return float(item * (outside + 2 * layer))
 
 

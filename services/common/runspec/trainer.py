@@ -310,6 +310,16 @@ class TrainerSpec(SpecPart):
         return is_plain and self.stage_ranks == self.tensor_parallel and not self.offloads_weights
 
     @property
+    def casts_by_layer(self) -> bool:
+        """True if a rank that is alone casts the weights of each layer when it computes or recomputes it."""
+        is_recomputed = self.activation_checkpointing is True and not self.activation_offloading
+        return (
+            self.world_size == 1
+            and not (self.dtype == "float32" or self.keeps_gathered or self.offloads_weights)
+            and is_recomputed
+        )
+
+    @property
     def offloads_weights(self) -> bool:
         """True if weights and gradients are in host memory."""
         return self.cpu_offload is True

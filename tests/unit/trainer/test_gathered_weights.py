@@ -4,13 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from services.common.models.loading import build_model
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.packing import pack
 from services.trainer.collectives import local_part, spread_like
+from services.trainer.engines.fsdp.casting import casts_weights
 from services.trainer.engines.fsdp.optim import build_optimizer
 from services.trainer.engines.fsdp.parallel import begin_micro_batch, build_topology, distribute
 from services.trainer.model.policy import Policy
@@ -63,6 +64,7 @@ def _gathered_bytes(policy: Policy) -> int:
     return sum(
         output.untyped_storage().nbytes()
         for layer in policy.model.get_decoder().layers
+        if hasattr(layer, "_get_fsdp_state")
         for parameter in layer._get_fsdp_state()._fsdp_param_group.fsdp_params
         for output in parameter.all_gather_outputs
     )
@@ -76,6 +78,40 @@ def test_scores_gradients_and_weights_are_bit_identical(family: str) -> None:
     assert len(with_gathered) == len(freed)
     assert all(map(torch.equal, with_gathered, freed))
     assert kept_bytes > 0 == freed_bytes
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_a_rank_that_is_alone_casts_the_bits_that_fsdp_gathers(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cast, _ = _trained(family, keeps=False)
+    distributed.destroy_process_group()
+    monkeypatch.setattr(TrainerSpec, "casts_by_layer", False)
+    gathered, _ = _trained(family, keeps=False)
+    assert len(cast) == len(gathered)
+    assert all(map(torch.equal, cast, gathered))
+
+
+def test_a_layer_without_gradient_or_after_an_error_has_its_parameters_back() -> None:
+    layer = nn.Linear(3, 3, bias=False)
+    weight = layer.weight
+
+    def failing(values: Tensor) -> Tensor:
+        assert layer.weight.dtype == values.dtype == torch.bfloat16
+        raise ValueError("no memory")
+
+    with pytest.raises(ValueError, match="no memory"):
+        casts_weights(layer, failing, torch.bfloat16)(torch.ones(2, 3))
+    assert layer.weight is weight
+    layer.requires_grad_(False)
+    layer.forward = casts_weights(layer, layer.forward, torch.bfloat16)
+    inputs = torch.ones(2, 3, requires_grad=True)
+    layer(inputs).sum().backward()
+    assert layer.weight is weight
+    assert weight.grad is None
+    expected = weight.detach().bfloat16().sum(0).expand(2, 3)
+    assert inputs.grad is not None
+    assert torch.allclose(inputs.grad, expected.float(), atol=0.05)
 
 
 def test_host_memory_of_a_sharded_parameter_stays_in_host_memory(

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 from services.common.doors import References
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch import flash
+from services.trainer.engines.fsdp.casting import casts_weights
 from services.trainer.model import quantized  # noqa: F401 -- registers its operations
 
 _Forward = Callable[..., Any]
@@ -88,6 +89,8 @@ def set_up_activations(
         else:
             if spec.compile:
                 forward = compiled(forward)
+            if spec.casts_by_layer:
+                forward = casts_weights(layer, forward, getattr(torch, spec.dtype))
             if recompute and number % recompute == 0:
                 forward = partial(checkpoint, forward, use_reentrant=False)
         layer.forward = forward if host is None else host.wrap(layer, forward)

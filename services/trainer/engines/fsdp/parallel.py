@@ -39,6 +39,7 @@ from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.context import ContextRanks
 from services.trainer.collectives import Ranks, join_processes
 from services.trainer.engines.fsdp.activations import compiled, set_up_activations
+from services.trainer.engines.fsdp.casting import casts_weights
 from services.trainer.model.experts import (
     ExpertRanks,
     SummedGradient,
@@ -195,10 +196,13 @@ def distribute(module: Policy | Critic, spec: TrainerSpec, topology: RankTopolog
     set_up_activations(layers, spec, device=topology.device, is_seen=_is_seen(module, topology))
     if spec.compile:
         decoder.norm.forward = compiled(decoder.norm.forward)
-    if topology.mesh is None:
-        module.to(topology.device)
-    else:
+    if spec.casts_by_layer:
+        dtype = getattr(torch, spec.dtype)
+        module.forward = casts_weights(module, module.forward, dtype, without=layers)
+    if topology.mesh is not None and not spec.casts_by_layer:
         _shard(module, layers, spec, topology)
+    elif not any(parameter.is_meta for parameter in module.parameters()):
+        module.to(topology.device)
 
 
 def _is_seen(module: nn.Module, topology: RankTopology) -> bool:
