@@ -10,6 +10,7 @@ part, even without tokens, so that its gradient is 0 instead of missing: other r
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -159,8 +160,32 @@ def _inverse(order: Tensor) -> Tensor:
 
 def _summed(rows: Tensor, unsorted: Tensor, count: int) -> Tensor:
     # A tensor-parallel rank may have no token of a short pack.
-    copies = rows.index_select(0, unsorted)
-    return copies.view(len(rows) // count, count, rows.shape[1]).sum(1)
+    by_token = unsorted.view(len(rows) // count, count)
+    summed: Tensor = _fused(_sum_of_rows, rows)(rows, by_token)
+    return summed
+
+
+def _sum_of_rows(rows: Tensor, by_token: Tensor) -> Tensor:
+    return rows[by_token].sum(1)
+
+
+def _gate(module: Any, rows: Tensor, shares: Tensor) -> Tensor:
+    gated = module._apply_gate(rows)  # noqa: SLF001
+    return (gated * shares).to(rows.dtype)
+
+
+def _fused(function: Any, rows: Tensor) -> Any:
+    """Returns a function of ``[N, ...]`` rows as one kernel on a GPU, instead of one for each operation."""
+    if not rows.is_cuda or not len(rows):
+        return function
+    # The width is static: a kernel for any width would divide by it for every number.
+    torch._dynamo.mark_static(rows, 1)  # noqa: SLF001
+    return _compiled(function)
+
+
+@cache
+def _compiled(function: Any) -> Any:
+    return torch.compile(function, dynamic=True)
 
 
 def _elsewhere(
@@ -191,8 +216,8 @@ def _products(
     It multiplies between the layers, where rows are narrower than after them, because the backward pass
     keeps the multiplied rows.
     """
-    gated = module._apply_gate(_product(module, "gate_up_proj", rows, counts, ranks))  # noqa: SLF001
-    gated = (gated * shares).to(rows.dtype)
+    outputs = _product(module, "gate_up_proj", rows, counts, ranks)
+    gated = _fused(_gate, outputs)(module, outputs, shares)
     return _product(module, "down_proj", gated, counts, ranks, shares=shares)
 
 
