@@ -16,6 +16,8 @@ _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 _IS_SIGNED: Final = {"exp_avg": True, "exp_avg_sq": False}
 _PART_VALUES: Final = PART_BYTES // 8
 """Values whose two float32 moments are one part."""
+_COMPILED_BLOCKS: Final = 16
+"""Blocks with which the kernels are compiled, for any number of them."""
 _EXPONENTS: Final = 7
 """Number of exponents of the 8-bit type: powers of ten from ``10**-6`` to 1. Larger exponents have more
 values.
@@ -42,6 +44,7 @@ class AdamW8bit(torch.optim.AdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = no_moments(parameter)
+            compile_for(group["params"])
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -146,9 +149,13 @@ def _read_moment(state: Mapping[str, Tensor], name: str) -> Tensor:
     if scales is None:
         return values
     levels = _on_device(is_signed=_IS_SIGNED[name], device=values.device)[0]
-    blocks = levels[values.int()].unflatten(-1, (scales.shape[-1], -1))
-    moments: Tensor = (blocks * scales[..., None]).flatten(-2)
-    return moments
+    blocks = values.view(-1, values.shape[-1] // scales.shape[-1])
+    moments: Tensor = _fused(_dequantized, blocks)(blocks, scales.view(-1, 1), levels)
+    return moments.view(values.shape)
+
+
+def _dequantized(blocks: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
+    return levels[blocks.int()] * scales
 
 
 def _write_moment(state: Mapping[str, Tensor], name: str, value: Tensor) -> None:
@@ -156,23 +163,49 @@ def _write_moment(state: Mapping[str, Tensor], name: str, value: Tensor) -> None
         return
     is_signed = _IS_SIGNED[name]
     midpoints = _on_device(is_signed=is_signed, device=value.device)[1]
-    codes, new_scales = _quantized(value, scales.shape[-1], midpoints, is_signed=is_signed)
-    state[name].copy_(codes)
-    scales.copy_(new_scales)
+    blocks = value.view(-1, value.shape[-1] // scales.shape[-1])
+    codes, new_scales = _fused(_quantized, blocks)(blocks, midpoints, is_signed=is_signed)
+    state[name].copy_(codes.view(value.shape))
+    scales.copy_(new_scales.view(scales.shape))
 
 
-def _quantized(
-    values: Tensor, num_blocks: int, midpoints: Tensor, *, is_signed: bool
-) -> tuple[Tensor, Tensor]:
-    """Returns the uint8 codes of the nearest levels, and the ``[..., num_blocks]`` scales."""
-    blocks = values.unflatten(-1, (num_blocks, -1))
+def _quantized(blocks: Tensor, midpoints: Tensor, *, is_signed: bool) -> tuple[Tensor, Tensor]:
+    """Returns the uint8 codes of the nearest levels of ``[N, block]`` values, and their ``[N]`` scales."""
     scales = blocks.abs().amax(-1)
-    relative = blocks / torch.where(scales == 0, 1.0, scales)[..., None]
+    relative = blocks / torch.where(scales == 0, 1.0, scales)[:, None]
     codes = torch.bucketize(relative, midpoints, right=True, out_int32=True)
     if not is_signed:
         # If a second moment were rounded to 0 and its first moment were not, the update would be very large.
         codes = torch.where(blocks > 0, codes.clamp(min=1), codes)
-    return codes.to(torch.uint8).flatten(-2), scales
+    return codes.to(torch.uint8), scales
+
+
+def compile_for(parameters: Iterable[nn.Parameter]) -> None:
+    """Compiles for the blocks of parameters on a GPU, so that no update waits for it."""
+    sizes = {
+        (parameter.device, block)
+        for parameter in parameters
+        if (block := block_of_moments(tuple(parameter.shape))) is not None
+    }
+    for device, block in sizes:
+        value = torch.zeros(_COMPILED_BLOCKS, block, device=device)
+        for name in _IS_SIGNED:
+            scales = torch.zeros(_COMPILED_BLOCKS, 1, device=device)
+            state = {name: torch.zeros_like(value, dtype=torch.uint8), _scale(name): scales}
+            _write_moment(state, name, _read_moment(state, name))
+
+
+def _fused(function: Any, blocks: Tensor) -> Any:
+    """Returns a function of ``[N, block]`` numbers, compiled into few kernels on a GPU."""
+    if not blocks.is_cuda:
+        return function
+    torch._dynamo.mark_static(blocks, 1)  # noqa: SLF001
+    return _compiled(function)
+
+
+@cache
+def _compiled(function: Any) -> Any:
+    return torch.compile(function, dynamic=True)
 
 
 @cache

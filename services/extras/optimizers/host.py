@@ -1,5 +1,6 @@
 """AdamW whose moments are in host memory, in float32 or in 8 bits."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from services.extras.optimizers.eight_bit import (
     QuantizedRows,
+    compile_for,
     count_update,
     no_moments,
     parts_of,
@@ -36,6 +38,9 @@ class HostAdamW(torch.optim.AdamW):
         **options: Options of ``torch.optim.AdamW``.
     """
 
+    _max_leaving = 1
+    """Parts that are copied back at a time."""
+
     def __init__(
         self, groups: Iterable[dict[str, Any]], *, part_bytes: int = _PART_BYTES, **options: Any
     ) -> None:
@@ -51,20 +56,20 @@ class HostAdamW(torch.optim.AdamW):
         """Updates all parameters that have a gradient; returns when the moments are back in host memory."""
         parts = list(self._parts())
         arriving = self._fetched(parts[0]) if parts else None
-        leaving: _FetchedPart | None = None
+        leaving: deque[_FetchedPart] = deque()
         for following in [*parts[1:], None]:
             if arriving is None:
                 return
             visit = arriving
-            if leaving is not None:
-                leaving.await_end()
-                leaving = None  # frees its memory for the next part
+            if len(leaving) == self._max_leaving:
+                leaving.popleft().await_end()  # its memory is free for the next part
             arriving = None if following is None else self._fetched(following)
             visit.await_end()
             self._update(visit)
-            leaving = self._returned(visit)
-        if leaving is not None and leaving.copies_end is not None:
-            leaving.copies_end.synchronize()
+            leaving.append(self._returned(visit))
+        for visit in leaving:
+            if visit.copies_end is not None:
+                visit.copies_end.synchronize()
 
     def _begun(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Returns the state of a parameter before its first update."""
@@ -142,6 +147,14 @@ class HostAdamW8bit(HostAdamW):
         groups: Parameter groups, as in other optimizers.
         **options: Options of ``torch.optim.AdamW``.
     """
+
+    # Parts are small, and their updates take about as long as the copies.
+    _max_leaving = 3
+
+    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
+        super().__init__(groups, **options)
+        for group in self.param_groups:
+            compile_for(group["params"])
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
