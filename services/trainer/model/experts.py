@@ -170,7 +170,7 @@ def _sum_of_rows(rows: Tensor, by_token: Tensor) -> Tensor:
 
 
 def _gate(module: Any, rows: Tensor, shares: Tensor) -> Tensor:
-    gated = module._apply_gate(rows)  # noqa: SLF001
+    gated: Tensor = module._apply_gate(rows)  # noqa: SLF001
     return (gated * shares).to(rows.dtype)
 
 

@@ -35,7 +35,7 @@ def casts_weights(
         if parameter is not None
     ]
 
-    def cast_input(value: object) -> object:
+    def cast_input(value: Any) -> Any:
         is_cast = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(dtype) if is_cast else value
 

@@ -198,7 +198,8 @@ def distribute(module: Policy | Critic, spec: TrainerSpec, topology: RankTopolog
         decoder.norm.forward = compiled(decoder.norm.forward)
     if spec.casts_by_layer:
         dtype = getattr(torch, spec.dtype)
-        module.forward = casts_weights(module, module.forward, dtype, without=layers)
+        casting_forward = casts_weights(module, module.forward, dtype, without=layers)
+        setattr(module, "forward", casting_forward)  # noqa: B010 -- mypy takes it for a method
     if topology.mesh is not None and not spec.casts_by_layer:
         _shard(module, layers, spec, topology)
     elif not any(parameter.is_meta for parameter in module.parameters()):
