@@ -301,14 +301,14 @@ def _show(spec: RunSpec, splits: SplitPlan, rates: _Rates, *, memory: Memory) ->
 def _tail(split: Split, rates: Rates) -> str:
     """Returns that the longest responses limit a split, and what makes it faster; empty if they do not."""
     bound, setting = tail_bound(rates, split.setting), split.setting
-    if bound.step_s <= _TAIL_LIMITS * split.prediction.limit_s:
+    if not setting.stale_wait_s or bound.step_s <= _TAIL_LIMITS * split.prediction.limit_s:
         return ""
     return (
         f"the longest response of a step has {bound.longest_tokens:.0f} tokens on average; with "
         f"algorithm.max_staleness={setting.max_staleness}, an engine can then run {bound.max_running:.0f} "
         f"samples on average, and a step takes at least {bound.step_s:.2f} s, whatever the slots are; a "
-        "larger algorithm.max_staleness, algorithm.on_stale=mask or a lower rollout.max_response_tokens "
-        "makes steps shorter"
+        "larger algorithm.max_staleness, a lower rollout.max_response_tokens or algorithm.on_stale=mask, "
+        "which masks stale tokens, makes steps shorter"
     )
 
 

@@ -258,6 +258,9 @@ class Setting:
     first."""
     accumulate_early: bool = False
     """``trainer.accumulate_early``."""
+    stale_wait_s: float = 180.0
+    """Max seconds per step that the trainer waits for groups which would become too stale; 0 unless
+    ``algorithm.on_stale`` is ``wait``."""
     publish_every: int = 1
     engine_gpus: int = 1
     """GPUs of one rollout."""
@@ -282,6 +285,8 @@ class Setting:
             raise ValueError(
                 f"max_staleness must be 0 (synchronous) or more, got {self.max_staleness}"
             )
+        if self.stale_wait_s < 0:
+            raise ValueError(f"stale_wait_s must be 0 or more seconds, got {self.stale_wait_s}")
         if self.shares_gpu and self.colocated_rollouts:
             raise ValueError(
                 "rollouts use the trainer's GPU at the same time or by turns, not both"
@@ -484,6 +489,9 @@ def setting_of(spec: RunSpec) -> Setting:
         group_size=spec.samples_per_group,
         partial_rollout=spec.rollout.partial_rollout,
         accumulate_early=spec.trainer.accumulate_early,
+        stale_wait_s=(
+            spec.algorithm.stale_wait_timeout_s if spec.algorithm.on_stale == "wait" else 0.0
+        ),
         publish_every=spec.weight_sync.publish_every,
         engine_gpus=spec.engine_gpus,
         colocated_rollouts=spec.colocated_rollouts,

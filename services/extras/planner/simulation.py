@@ -233,6 +233,10 @@ class _Trainer:
     """Number of steps that it has trained."""
     early: set[int] = field(default_factory=set)
     """Groups of the next batch that it has trained already."""
+    waits_for: int = -1
+    """Version from which the batch is to be trained that ``wait_ends`` belongs to."""
+    wait_ends: float = 0.0
+    """Time from which the trainer no longer waits for groups that are due."""
     idle_since: float = 0.0
     why: str = "no_data"
     work_left_s: float = 0.0
@@ -488,7 +492,7 @@ class Simulation:
             [sampled_group.group for sampled_group in self._running.values()],
             gate=self._gate,
             trainer_version=trainer.version,
-            wait_for_due=True,
+            wait_for_due=self._may_wait(),
             keep_stale=True,
         )
         if choice.batch:
@@ -508,6 +512,14 @@ class Simulation:
             trainer.early |= new
         else:
             self._note_wait("barrier" if choice.awaited else "no_data")
+
+    def _may_wait(self) -> bool:
+        """Returns True while the trainer may wait for groups that are due in this step."""
+        trainer, wait_s = self._trainer, self._setting.stale_wait_s
+        if trainer.waits_for != trainer.version:
+            trainer.waits_for, trainer.wait_ends = trainer.version, self._now + wait_s
+            self._after(wait_s, self._next_work)
+        return self._now < trainer.wait_ends
 
     def _train(self, groups: list[SimulatedGroup]) -> None:
         tokens = sum(group.tokens for group in groups)

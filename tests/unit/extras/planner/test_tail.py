@@ -4,9 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from services.extras.planner.inputs import DecodeTime, Geometric, Lognormal, Rates, Setting
+from services.extras.planner.inputs import (
+    DecodeTime,
+    Geometric,
+    Lognormal,
+    Rates,
+    Setting,
+    setting_of,
+)
 from services.extras.planner.simulation import Simulation
 from services.extras.planner.tail import tail_bound
+from tests.helpers.specs import spec_with
 
 TAILS = {
     "geometric": Geometric(mean_tokens=461, max_tokens=3072),
@@ -52,3 +60,39 @@ def test_equal_lengths_leave_all_slots_in_use():
     bound = tail_bound(rates, replace(SETTING, slots=256))
     assert bound.longest_tokens == 1
     assert bound.max_running == 256
+
+
+@pytest.mark.parametrize("fixed_s", [0.0035, 0.02])
+def test_a_trainer_that_does_not_wait_for_the_oldest_responses_is_not_bound_by_them(fixed_s):
+    rates = rates_of(TAILS["geometric"], fixed_s=fixed_s)
+    bound = tail_bound(rates, SETTING)
+    masked = Simulation(rates, replace(SETTING, stale_wait_s=0.0)).run(30)
+    assert masked.step_s < 0.9 * bound.step_s
+    assert "barrier" not in masked.waits
+
+
+def test_a_longer_wait_for_the_oldest_responses_makes_longer_steps():
+    rates = rates_of(TAILS["geometric"], fixed_s=0.0035)
+    steps_s = [
+        Simulation(rates, replace(SETTING, stale_wait_s=wait_s)).run(40).step_s
+        for wait_s in (0.0, 0.8, 1.5, 180.0)
+    ]
+    assert steps_s == sorted(steps_s)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "wait_s"),
+    [
+        ({}, 180.0),
+        ({"stale_wait_timeout_s": 1.5}, 1.5),
+        ({"on_stale": "mask", "stale_wait_timeout_s": 1.5}, 0.0),
+    ],
+)
+def test_the_setting_of_a_run_knows_how_long_its_trainer_waits(algorithm, wait_s):
+    spec = spec_with(algorithm={"max_staleness": 4, **algorithm})
+    assert setting_of(spec).stale_wait_s == wait_s
+
+
+def test_a_negative_wait_is_refused():
+    with pytest.raises(ValueError, match="stale_wait_s must be 0 or more seconds, got -1"):
+        replace(SETTING, stale_wait_s=-1)
