@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import httpx
 
@@ -75,6 +75,19 @@ class ServerBusyError(ServerRefusedError):
     """The server belongs to another owner, who may be about to end."""
 
 
+class SegmentReader(Protocol):
+    """Samples segments in requests that several of them share."""
+
+    async def read(
+        self,
+        segment: Segment,
+        *,
+        on_begin: Callable[[], None],
+        on_chunk: Callable[[TokenChunk], None],
+    ) -> TokenChunk:
+        """Samples a segment; see :meth:`groups.TokenGroups.read`."""
+
+
 class FleetServer(ABC):
     """Attaches to one server, brings weights to it and sends requests.
 
@@ -120,6 +133,8 @@ class FleetServer(ABC):
         """The canary by which the server was compared last."""
         self.is_verified = False
         """True once the version in service has passed all checks."""
+        self.token_groups: SegmentReader | None = None
+        """Requests of several segments; None for a server that takes one segment in each."""
         self.received: AnyWeights | None = None
         """Weights that the server has received and has not loaded yet."""
         self._owner = owner

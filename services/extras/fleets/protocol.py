@@ -4,17 +4,19 @@ from typing import Final
 
 MIDDLEWARE: Final = "services.extras.fleets.server.FleetMember"
 WORKER_EXTENSION: Final = "services.extras.fleets.worker.FleetWorker"
-API: Final = 3
+API: Final = 4
 """Version of the interface; a server of another one is refused."""
 SCHEDULER: Final = "services.extras.fleets.scheduler.fleet_scheduler"
 """Scheduler of vLLM with which a server sends tokens as :data:`TOKEN_LINES`."""
 REQUESTS: Final = "slipstream-"
 """Begin of the engine's names of requests whose tokens that scheduler gathers."""
 TOKEN_LINES: Final = "application/x-slipstream-tokens"  # noqa: S105 -- a content type
-"""Content type of a response with one JSON list a line: token ids, their logprobs, pairs of a weight version
-and its number of tokens, the number of cached tokens of the context, and the finish reason or null. The
-client names it in ``Accept``; a server that does not have it answers as vLLM does. Such a response goes on
-when a version is replaced."""
+"""Content type of a response to the requests of a group: one JSON list a line, with the number of a request,
+token ids, their logprobs, pairs of a weight version and its number of tokens, the number of cached tokens of
+the context, and the finish reason or null. The client names it in ``Accept``, and sends ``group``, a unique
+name, and ``requests``, pairs of a number and what vLLM takes as a request. A server whose description has
+``sends_token_lines`` has it; any other one answers single requests as vLLM does. Such a response goes on when
+a version is replaced."""
 PREFIX: Final = "/slipstream/v1"
 STATE: Final = f"{PREFIX}/state"
 """GET: the server's instance, owner and served weights. With a session, it also renews the session."""
@@ -28,6 +30,8 @@ LOAD: Final = f"{PREFIX}/load"
 GROUP: Final = f"{PREFIX}/group"
 """POST: starts members of weight groups in the engine's workers (``open``), or passes messages to them and
 from them (``messages``)."""
+CUT: Final = f"{PREFIX}/cut"
+"""POST: ends requests (``numbers``) of a group (``group``) whose response goes on."""
 GENERATE: Final = "/inference/v1/generate"
 """vLLM's own path for token ids in and out (``--enable-scale-out``)."""
 LOAD_TIMEOUT_S: Final = 120.0

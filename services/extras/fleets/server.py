@@ -35,11 +35,13 @@ from services.extras.fleets.protocol import (
     ADAPTERS,
     API,
     ATTACH,
+    CUT,
     GENERATE,
     GROUP,
     LEASE_S,
     LOAD,
     PREFIX,
+    SCHEDULER,
     SESSION_HEADER,
     STATE,
     TOKEN_LINES,
@@ -106,6 +108,7 @@ class FleetMember:
             ("PUT", WEIGHTS): self._receive,
             ("POST", LOAD): self._load,
             ("POST", GROUP): self._pass_messages,
+            ("POST", CUT): self._cut_requests,
         }
         self._shared_routes = {
             ("GET", STATE): self._shared_state,
@@ -415,6 +418,18 @@ class FleetMember:
                 raise
             logger.debug("response cut", extra={"version": version})
 
+    async def _cut_requests(self, request: Request) -> Mapping[str, Any]:
+        """Ends requests of a group that the rollout no longer needs."""
+        self._check_session(request)
+        body = await read_body(request)
+        try:
+            group, numbers = str(body["group"]), [int(number) for number in body["numbers"]]
+        except (LookupError, TypeError, ValueError) as error:
+            raise RefusedError(400, f"a cut needs a group and numbers: {error!r}") from error
+        if self._tokens is not None:
+            self._tokens.cut_requests(group, numbers)
+        return {}
+
     def _check_version(self, request: Request) -> str:
         """Returns the version that a request of the session names.
 
@@ -521,6 +536,7 @@ def describe_engine(config: Any, arguments: Any) -> dict[str, Any]:
         "kv_capacity_tokens": int((cache.num_gpu_blocks or 0) * cache.block_size),
         "max_num_seqs": int(config.scheduler_config.max_num_seqs),
         "data_parallel_size": int(parallel.data_parallel_size),
+        "sends_token_lines": (getattr(config.scheduler_config, "scheduler_cls", None) == SCHEDULER),
         "api_processes": int(getattr(parallel, "_api_process_count", 1)),
         "takes_tokens": any(
             getattr(arguments, name, False) for name in ("enable_scale_out", "tokens_only")

@@ -25,10 +25,12 @@ from services.extras.fleets.client import (
 from services.extras.fleets.direct.messages import ADD, DONE, FAILED, GET, SET, Message
 from services.extras.fleets.direct.weights import DirectWeights
 from services.extras.fleets.engine import FleetBackend, FleetEngine
+from services.extras.fleets.groups import TokenGroups
 from services.extras.fleets.protocol import (
     ADAPTERS,
     API,
     ATTACH,
+    CUT,
     GENERATE,
     GROUP,
     LOAD,
@@ -103,6 +105,7 @@ class VllmServer(FleetServer):
     ) -> None:
         super().__init__(address, **options)
         self._attachment: dict[str, Any] = {"owner": self._owner}
+        self._shares = share is not None
         if share is not None:
             self._attachment |= {"holds": ADAPTERS, "share": share, "proof": proof}
         self._engine: dict[str, Any] = {}
@@ -128,6 +131,8 @@ class VllmServer(FleetServer):
             self._engine = dict(answer["engine"])
             self.note_process(str(answer["instance"]))
             self._session = str(answer["session"])
+            sends_lines = bool(self._engine.get("sends_token_lines")) and not self._shares
+            self.token_groups = TokenGroups(self, self._cut) if sends_lines else None
 
     def problems(self, config: EngineConfig) -> Iterator[str]:
         engine = self._engine
@@ -269,16 +274,16 @@ class VllmServer(FleetServer):
             )
         logger.debug("weights loaded", extra={"server": self.address, "ways": answer.get("ways")})
 
+    async def _cut(self, group: str, numbers: list[int]) -> None:
+        await self._call("POST", CUT, {"group": group, "numbers": numbers})
+
     async def end(self) -> None:
         await self._call("DELETE", ATTACH, timeout_s=END_TIMEOUT_S)
 
     def request_headers(self) -> dict[str, str]:
         """Returns the headers of a request that must sample under the version in service."""
-        return {
-            SESSION_HEADER: self._session,
-            VERSION_HEADER: str(self.version),
-            "Accept": TOKEN_LINES,
-        }
+        headers = {SESSION_HEADER: self._session, VERSION_HEADER: str(self.version)}
+        return headers if self.token_groups is None else {**headers, "Accept": TOKEN_LINES}
 
     def body(self, segment: Segment) -> Mapping[str, Any]:
         request = segment.request

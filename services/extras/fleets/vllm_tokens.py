@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import json
 import logging
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
@@ -38,7 +37,11 @@ class VllmTokens:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._streams: dict[str, _TokenStream] = {}
+        self._streams: dict[str, tuple[_TokenStream, int]] = {}
+        """Stream of a running request, and its number there."""
+        self._groups: dict[str, Mapping[int, str]] = {}
+        """Names of a group's requests by their numbers."""
+        self._num_cuts = 0
         self._numbers = itertools.count()
         self._versions = [_NO_VERSION]
         """Weight version of each era."""
@@ -56,31 +59,36 @@ class VllmTokens:
         return cls(engine) if scheduler == SCHEDULER else None
 
     async def respond(self, body: Mapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answers a request with lines of tokens until it ends, or until its client has gone.
+        """Answers the requests of a group with lines of tokens until all end, or until their client has gone.
 
         Raises:
-            RefusedError: If vLLM does not accept the request.
+            RefusedError: If the group is malformed, or vLLM does not accept one of its requests.
         """
-        name = f"{REQUESTS}{next(self._numbers)}"
-        request = self._request(name, body)
-        stream = self._streams[name] = _TokenStream()
+        group, requests = await self._requests(body)
+        stream, num_cuts = _TokenStream(), self._num_cuts
+        names = self._groups[group] = {number: r.request_id for number, r in requests.items()}
         leaving: asyncio.Future[None] | None = None
         try:
-            await self._engine.engine_core.add_request_async(request)
+            for number, request in requests.items():
+                if self._num_cuts != num_cuts:
+                    stream.put(number, None)  # whoever may sample now did not send it
+                    continue
+                self._streams[request.request_id] = (stream, number)
+                await self._engine.engine_core.add_request_async(request)
             await send(_START)
             leaving = asyncio.ensure_future(_client_gone(receive))
-            leaving.add_done_callback(lambda _: stream.end())
-            is_last = False
-            while not is_last:
-                output = await stream.next()
-                is_last = output is None or output.finish_reason is not None
-                line = self._line(output)
-                await send({"type": "http.response.body", "body": line, "more_body": not is_last})
+            leaving.add_done_callback(lambda _: stream.leave())
+            num_left = len(requests)
+            while num_left and (outputs := await stream.take()):
+                num_left -= sum(o is None or o.finish_reason is not None for _, o in outputs)
+                lines = b"".join(self._line(number, output) for number, output in outputs)
+                await send({"type": "http.response.body", "body": lines, "more_body": num_left > 0})
         finally:
             if leaving is not None:
                 leaving.cancel()
-            if self._streams.pop(name, None) is not None:
-                await self._engine.engine_core.abort_requests_async([name])
+            del self._groups[group]
+            if left := [name for name in names.values() if self._streams.pop(name, None)]:
+                await self._engine.engine_core.abort_requests_async(left)
 
     async def freeze(self) -> None:
         """Stops between two steps; requests keep their tokens."""
@@ -106,12 +114,36 @@ class VllmTokens:
 
     def cut(self) -> None:
         """Ends all responses after the tokens that have arrived from the engine."""
-        names = [*self._streams]
-        self._end_streams()
+        self._num_cuts += 1
+        self._end([*self._streams])
+
+    def cut_requests(self, group: str, numbers: Sequence[int]) -> None:
+        """Ends requests of a group; ignores unknown ones, which have ended."""
+        names = self._groups.get(group, {})
+        self._end([names[number] for number in numbers if number in names])
+
+    def _end(self, names: Sequence[str]) -> None:
+        names = [name for name in names if name in self._streams]
+        self._end_streams(names)
         if names:
             ending = asyncio.ensure_future(self._engine.engine_core.abort_requests_async(names))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
+
+    async def _requests(self, body: Mapping[str, Any]) -> tuple[str, dict[int, Any]]:
+        """Returns the name of a group, and vLLM's form of its requests by number. Raises RefusedError."""
+        try:
+            group = str(body["group"])
+            bodies = {int(number): dict(content) for number, content in body["requests"]}
+        except (LookupError, TypeError, ValueError) as error:
+            raise RefusedError(400, f"the group has no form: {error!r}") from error
+        if group in self._groups or not bodies:
+            raise RefusedError(400, f"group {group!r} is empty, or its name is not unique")
+        requests = {}
+        for number, content in bodies.items():
+            requests[number] = self._request(f"{REQUESTS}{next(self._numbers)}", content)
+            await asyncio.sleep(0)  # tokens of others are passed on meanwhile
+        return group, requests
 
     def _request(self, name: str, body: Mapping[str, Any]) -> Any:
         """Returns vLLM's form of a request. Raises RefusedError."""
@@ -137,29 +169,30 @@ class VllmTokens:
         for output in outputs:
             if not output.request_id.startswith(REQUESTS):
                 others.append(output)
-            elif (stream := self._streams.get(output.request_id)) is not None:
+            elif (member := self._streams.get(output.request_id)) is not None:
                 if output.finish_reason is not None:
                     del self._streams[output.request_id]
-                stream.put(output)
+                stream, number = member
+                stream.put(number, output)
         return self._process_others(others, *arguments, **options)
 
     def _fail(self, error: Exception) -> None:
         """Ends all responses: the engine has died, and the server ends after it."""
-        self._end_streams()
+        self._end_streams([*self._streams])
         self._fail_others(error)
 
-    def _end_streams(self) -> None:
-        for stream in self._streams.values():
-            stream.end()
-        self._streams.clear()
+    def _end_streams(self, names: Sequence[str]) -> None:
+        for name in names:
+            stream, number = self._streams.pop(name)
+            stream.put(number, None)
 
-    def _line(self, output: Any) -> bytes:
-        """Returns the line of an output; for None, the last line of a response that was cut."""
+    def _line(self, number: int, output: Any) -> bytes:
+        """Returns the line of an output; for None, the last line of a request that was cut."""
         if output is None:
-            return b'[[], [], [], 0, "abort"]\n'
+            return json.dumps([number, [], [], [], 0, "abort"]).encode() + b"\n"
         reason = None if output.finish_reason is None else str(output.finish_reason)
         if (new := output.new_logprobs) is None:
-            return json.dumps([[], [], [], 0, reason]).encode() + b"\n"
+            return json.dumps([number, [], [], [], 0, reason]).encode() + b"\n"
         token_ids, logprobs = output.new_token_ids, new.logprobs
         eras = new.logprob_token_ids.tolist()
         ends = [*(first for _, first in eras[1:]), len(token_ids)]
@@ -168,32 +201,35 @@ class VllmTokens:
         ]
         sampled = logprobs if logprobs.ndim == 1 else logprobs[:, 0]
         cached = output.prefill_stats.num_cached_tokens if output.prefill_stats else 0
-        return json.dumps([token_ids, sampled.tolist(), runs, cached, reason]).encode() + b"\n"
+        line = [number, token_ids, sampled.tolist(), runs, cached, reason]
+        return json.dumps(line).encode() + b"\n"
 
 
 class _TokenStream:
-    """Outputs of one request that were not sent yet."""
+    """Outputs of a group that were not sent yet."""
 
     def __init__(self) -> None:
-        self._outputs: deque[Any] = deque()
-        self._is_ended = False
+        self._outputs: list[tuple[int, Any]] = []
+        self._has_left = False
         self._arrived = asyncio.Event()
 
-    def put(self, output: Any) -> None:
-        self._outputs.append(output)
+    def put(self, number: int, output: Any) -> None:
+        """Adds an output of the engine, or None for a request that was cut."""
+        self._outputs.append((number, output))
         self._arrived.set()
 
-    def end(self) -> None:
-        """Ends the stream after the outputs that have arrived."""
-        self._is_ended = True
+    def leave(self) -> None:
+        """Ends the stream: its client has gone."""
+        self._has_left = True
         self._arrived.set()
 
-    async def next(self) -> Any:
-        """Returns the next output of the engine; None at the end of a response that was cut."""
-        while not self._outputs and not self._is_ended:
+    async def take(self) -> list[tuple[int, Any]]:
+        """Waits for outputs, and returns all of them; none once the client has gone."""
+        while not self._outputs and not self._has_left:
             self._arrived.clear()
             await self._arrived.wait()
-        return self._outputs.popleft() if self._outputs else None
+        outputs, self._outputs = self._outputs, []
+        return [] if self._has_left else outputs
 
 
 async def _client_gone(receive: Receive) -> None:

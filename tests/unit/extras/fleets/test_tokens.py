@@ -1,6 +1,7 @@
 """Responses of token lines go on under the next version, and every token states the one that sampled it."""
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
@@ -14,11 +15,13 @@ from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from services.extras.fleets import fleet as fleet_module
+from services.extras.fleets import groups as groups_module
 from services.extras.fleets import server as server_module
 from services.extras.fleets import stream as stream_module
 from services.extras.fleets.engine import FleetEngine
-from services.extras.fleets.protocol import GENERATE, LOAD, SCHEDULER
-from services.extras.fleets.stream import _read_token_line
+from services.extras.fleets.groups import read_token_line
+from services.extras.fleets.protocol import CUT, GENERATE, LOAD, SCHEDULER
+from services.extras.fleets.vllm_tokens import VllmTokens
 from services.rollout.engines.base import GenerationResult
 from tests.helpers.engines import request, until
 from tests.helpers.vllm_names import vllm_modules
@@ -147,8 +150,8 @@ class TokenServer(FakeServer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_loads = 0
-        """Loads that were asked for."""
+        self.num_loads = self.num_groups = 0
+        """Loads and groups of segments that were asked for."""
 
     def application(self) -> Starlette:
         self.engine = TokenEngine()
@@ -156,6 +159,7 @@ class TokenServer(FakeServer):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.num_loads += scope["path"] == LOAD
+        self.num_groups += scope["path"] == GENERATE
         await super()._answer(scope, receive, send)
 
 
@@ -190,6 +194,13 @@ async def _adopt(engine: FleetEngine, version: int, value: float) -> None:
 def _allow(server: TokenServer, number: int) -> None:
     for _ in range(number):
         server.engine.steps.release()
+
+
+def server_tokens(server: TokenServer) -> VllmTokens:
+    """Returns the responses of the middleware of a server."""
+    tokens = VllmTokens.of_engine(server.engine)
+    assert tokens is not None
+    return tokens
 
 
 def _begin(engine: FleetEngine, max_tokens: int) -> asyncio.Future[GenerationResult]:
@@ -297,6 +308,169 @@ async def test_an_aborted_response_ends_in_the_engine() -> None:
         await until(lambda: server.engine.aborted == server.engine.names)
 
 
+def _begin_many(
+    engine: FleetEngine, number: int, max_tokens: int
+) -> list[asyncio.Future[GenerationResult]]:
+    return [
+        asyncio.ensure_future(engine.generate(request(f"r{n}", (1, 2), max_tokens=max_tokens)))
+        for n in range(number)
+    ]
+
+
+async def test_segments_that_begin_together_share_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(groups_module, "_GATHER_S", 0.5)
+    async with _serving() as ((server,), engine):
+        await _adopt(engine, 1, 0.5)
+        tasks = _begin_many(engine, 20, max_tokens=4)
+        await until(lambda: len(server.engine.names) == 20)
+        _allow(server, MANY)
+        results = await asyncio.gather(*tasks)
+        assert {result.version_runs for result in results} == {((1, 4),)}
+        assert server.num_groups == 1
+
+
+async def test_a_group_has_a_bounded_number_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_module, "_GATHER_S", 0.5)
+    monkeypatch.setattr(groups_module, "_MAX_SEGMENTS", 3)
+    async with _serving() as ((server,), engine):
+        await _adopt(engine, 1, 0.5)
+        tasks = _begin_many(engine, 7, max_tokens=2)
+        _allow(server, MANY)
+        await asyncio.gather(*tasks)
+        assert server.num_groups == 3
+
+
+async def test_a_group_has_a_bounded_number_of_context_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(groups_module, "_GATHER_S", 0.5)
+    monkeypatch.setattr(groups_module, "_MAX_TOKENS", 4)
+    async with _serving() as ((server,), engine):
+        await _adopt(engine, 1, 0.5)
+        tasks = _begin_many(engine, 4, max_tokens=2)
+        _allow(server, MANY)
+        await asyncio.gather(*tasks)
+        assert server.num_groups == 2
+
+
+@pytest.mark.parametrize("gather_s", [0.003, 0.5])
+async def test_the_abort_of_one_response_leaves_the_others_of_its_group(
+    monkeypatch: pytest.MonkeyPatch, gather_s: float
+) -> None:
+    monkeypatch.setattr(groups_module, "_GATHER_S", gather_s)
+    has_begun = gather_s < 0.1
+    async with _serving() as ((server,), engine):
+        await _adopt(engine, 1, 0.5)
+        tasks = _begin_many(engine, 3, max_tokens=4)
+        if has_begun:
+            await until(lambda: len(server.engine.names) == 3)
+        else:
+            await until(lambda: engine.stats().num_running == 3)
+            await asyncio.sleep(0.05)
+        await engine.abort({"r1"})
+        assert (await tasks[1]).finish_reason == "aborted"
+        if has_begun:
+            await until(lambda: len(server.engine.aborted) == 1)
+        _allow(server, MANY)
+        for task in (tasks[0], tasks[2]):
+            assert (await task).version_runs == ((1, 4),)
+        assert len(server.engine.names) == (3 if has_begun else 2)
+        assert server.engine.aborted == server.engine.names[1:2] * has_begun
+
+
+async def test_a_group_without_segments_sends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_module, "_GATHER_S", 0.2)
+    async with _serving() as ((server,), engine):
+        await _adopt(engine, 1, 0.5)
+        tasks = _begin_many(engine, 2, max_tokens=4)
+        await until(lambda: engine.stats().num_running == 2)
+        await engine.abort()
+        assert [(await task).finish_reason for task in tasks] == ["aborted"] * 2
+        await asyncio.sleep(0.4)
+        assert server.num_groups == 0
+
+
+async def test_all_responses_of_a_group_go_on_after_their_connection_was_reset() -> None:
+    async with _serving() as ((server,), engine):
+        await _adopt(engine, 1, 0.5)
+        tasks = _begin_many(engine, 5, max_tokens=4)
+        await until(lambda: len(server.engine.names) == 5)
+        server.reset_connections()
+        await until(lambda: len(server.engine.aborted) == 5)
+        _allow(server, MANY)
+        results = await asyncio.gather(*tasks)
+        assert {result.version_runs for result in results} == {((1, 4),)}
+
+
+async def test_requests_that_arrive_while_a_version_is_withdrawn_are_not_sampled() -> None:
+    async with _serving() as ((server,), engine):
+        await _adopt(engine, 1, 0.5)
+        tokens = server_tokens(server)
+        adding = asyncio.Event()
+        add = server.engine.add_request_async
+
+        async def add_slowly(added: Any) -> None:
+            await add(added)
+            if not adding.is_set():
+                adding.set()
+                await asyncio.sleep(0.05)
+
+        server.engine.add_request_async = add_slowly  # type: ignore[method-assign]
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        content = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 3}}
+        body = {"group": "g", "requests": [[number, content] for number in range(3)]}
+        responding = asyncio.ensure_future(tokens.respond(body, receive, send))
+        await adding.wait()
+        tokens.cut()
+        await responding
+        assert len(server.engine.names) == 1
+        lines = b"".join(message.get("body", b"") for message in sent).splitlines()
+        assert [json.loads(line)[::5] for line in sorted(lines)] == [
+            [number, "abort"] for number in range(3)
+        ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"group": "g"},
+        {"group": "g", "requests": []},
+        {"group": "g", "requests": [[0]]},
+        {"group": "g", "requests": [["x", {}]]},
+        {"group": "g", "requests": [[0, {"token_ids": [], "sampling_params": {}}]]},
+    ],
+)
+async def test_a_malformed_group_is_refused(body: dict[str, Any]) -> None:
+    async with _serving() as ((server,), engine):
+        await _adopt(engine, 1, 0.5)
+        (client,) = engine.backend.fleet.serving
+        async with client.stream(body) as response:
+            assert response.status_code == 400
+        assert server.engine.names == []
+
+
+async def test_a_malformed_cut_is_refused() -> None:
+    async with _serving() as ((_,), engine):
+        await _adopt(engine, 1, 0.5)
+        (client,) = engine.backend.fleet.serving
+        headers = client.request_headers()
+        status, _, _ = await client.send("POST", CUT, {"group": "g"}, headers=headers)
+        assert status == 400
+        body = {"group": "unknown", "numbers": [0]}
+        status, _, _ = await client.send("POST", CUT, body, headers=headers)
+        assert status == 200
+
+
 async def test_responses_of_the_owner_before_are_cut() -> None:
     async with _serving() as ((server,), engine):
         await _adopt(engine, 1, 0.5)
@@ -342,23 +516,30 @@ async def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_error() -
 
 @pytest.mark.parametrize(
     "line",
-    [b"{}", b"[1]", b"[[1], [], [[1, 1]], 0, null]", b"[[1], [0.5], [[1, 2]], 0, null]", b"\xff"],
+    [
+        b"{}",
+        b"[1]",
+        b"[0, [1], [], [[1, 1]], 0, null]",
+        b"[0, [1], [0.5], [[1, 2]], 0, null]",
+        b'["x", [], [], [], 0, null]',
+        b"\xff",
+    ],
 )
 def test_a_line_of_another_form_is_refused(line: bytes) -> None:
     with pytest.raises((TypeError, ValueError)):
-        _read_token_line(line)
+        read_token_line(line)
 
 
 async def test_a_line_of_another_form_sends_the_request_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lines = iter([b"no list\n"])
-    read = stream_module._read_token_line
+    read = groups_module.read_token_line
 
     def malformed_once(line: bytes) -> Any:
         return read(next(lines, line))
 
-    monkeypatch.setattr(stream_module, "_read_token_line", malformed_once)
+    monkeypatch.setattr(groups_module, "read_token_line", malformed_once)
     async with _serving() as ((server,), engine):
         await _adopt(engine, 1, 0.5)
         _allow(server, MANY)
