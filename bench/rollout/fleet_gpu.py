@@ -28,7 +28,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+import httpx
 
 from bench.e2e.shapes import SHAPES, Shape, smoke
 from bench.e2e.timeline import facts
@@ -36,6 +39,7 @@ from bench.gpu_memory import watched_memory
 from bench.report import GrowingReport, device_name, read_json
 from bench.whole_run import run_for
 from services.extras.fleets.local import TOKEN, LocalVllm
+from services.extras.fleets.protocol import STATE
 
 RESULTS = Path(__file__).parents[1] / "results" / "fleet-gpu.json"
 OWN, HOST, SERVER, DIRECT = "own", "own, cpu_async", "server", "server, direct"
@@ -168,7 +172,8 @@ def _arm(
         with ExitStack() as stack:
             has_server, is_divided = arm in (SERVER, DIRECT), gpus > 1
             with _visible("1" if has_server and is_divided else None):
-                settings = [*_settings(arm, shape, folder, stack, start_s), *further]
+                server = _server(arm, shape, folder, stack, start_s)
+                settings = [*_settings(arm, shape, server), *further]
             server_s = round(time.monotonic() - began, 1)
             stack.enter_context(_visible("0" if has_server and is_divided else None))
             peaks = stack.enter_context(watched_memory())
@@ -177,6 +182,7 @@ def _arm(
                 "settings": settings,
                 "server_start_s": server_s,
                 **facts(run, first=_FIRST),
+                **_loads(server),
                 "logprob_difference": max(step["rollout_logprob_abs_diff"] for step in run.steps),
                 "peak_gb": dict(peaks),
             }
@@ -190,18 +196,12 @@ def _end_of(log: Path) -> list[str]:
     return log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
 
 
-def _settings(arm: str, shape: Shape, folder: Path, stack: ExitStack, start_s: float) -> list[str]:
-    """Returns the settings of an arm, and starts its server."""
-    common = ["algorithm.max_staleness=1", f"rollout.max_running_samples={_SLOTS}"]
-    if arm == HOST:
-        common.append("weight_sync.mode=cpu_async")
+def _server(
+    arm: str, shape: Shape, folder: Path, stack: ExitStack, start_s: float
+) -> LocalVllm | None:
+    """Starts the server of an arm; returns None for an arm without one."""
     if arm not in (SERVER, DIRECT):
-        if shape.engine == "vllm":
-            common += [
-                f"rollout.engine_arguments.kv_cache_memory_bytes={_KV_BYTES}",
-                f"rollout.engine_arguments.max_model_len={_CONTEXT}",
-            ]
-        return common
+        return None
     secrets = folder / "secrets"
     secrets.mkdir(exist_ok=True)
     (secrets / "FLEET_TOKEN").write_text(TOKEN)
@@ -221,6 +221,21 @@ def _settings(arm: str, shape: Shape, folder: Path, stack: ExitStack, start_s: f
     stack.callback(server.kill)
     server.start()
     server.wait(start_s)
+    return server
+
+
+def _settings(arm: str, shape: Shape, server: LocalVllm | None) -> list[str]:
+    """Returns the settings of an arm."""
+    common = ["algorithm.max_staleness=1", f"rollout.max_running_samples={_SLOTS}"]
+    if arm == HOST:
+        common.append("weight_sync.mode=cpu_async")
+    if server is None:
+        if shape.engine == "vllm":
+            common += [
+                f"rollout.engine_arguments.kv_cache_memory_bytes={_KV_BYTES}",
+                f"rollout.engine_arguments.max_model_len={_CONTEXT}",
+            ]
+        return common
     return [
         *common,
         "rollout.engine=vllm-server",
@@ -230,6 +245,24 @@ def _settings(arm: str, shape: Shape, folder: Path, stack: ExitStack, start_s: f
         "rollout.replicas=1",
         f"weight_sync.mode={'servers' if arm == DIRECT else 'cpu_async'}",
     ]
+
+
+def _loads(server: LocalVllm | None) -> dict[str, Any]:
+    """Returns the median of each phase of a server's loads, without the first ones."""
+    if server is None:
+        return {}
+    try:
+        answer = httpx.get(
+            f"{server.address}{STATE}",
+            headers={"Authorization": f"Bearer {TOKEN}"},
+            timeout=10,
+            trust_env=False,
+        )
+        loads = answer.raise_for_status().json()["loads_ms"][_FIRST - 1 :]
+    except httpx.HTTPError as error:
+        return {"loads_ms": str(error)}  # the arm was measured nevertheless
+    names = sorted({name for load in loads for name in load})
+    return {"loads_ms": {name: median(load.get(name, 0.0) for load in loads) for name in names}}
 
 
 if __name__ == "__main__":
