@@ -106,7 +106,7 @@ class _TokenGroup:
         number, self._num_segments = self._num_segments, self._num_segments + 1
         self._num_tokens += len(segment.context_ids)
         self._bodies[number] = self._server.body(segment)
-        ended = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[TokenChunk] = asyncio.get_running_loop().create_future()
         self._members[number] = _Member(on_begin, on_chunk, ended)
         try:
             return await ended
