@@ -323,8 +323,8 @@ async def test_segments_that_begin_together_share_a_request(
     monkeypatch.setattr(groups_module, "_GATHER_S", 0.5)
     async with _serving() as ((server,), engine):
         await _adopt(engine, 1, 0.5)
-        tasks = _begin_many(engine, 20, max_tokens=4)
-        await until(lambda: len(server.engine.names) == 20)
+        tasks = _begin_many(engine, 8, max_tokens=4)
+        await until(lambda: len(server.engine.names) == 8)
         _allow(server, MANY)
         results = await asyncio.gather(*tasks)
         assert {result.version_runs for result in results} == {((1, 4),)}
