@@ -98,15 +98,19 @@ class SlotUsage:
     def __init__(self, slots: int, group_size: int) -> None:
         self._slots = slots
         self._group_size = group_size
-        self._finished: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
+        self._finished: deque[tuple[int, int]] = deque([(0, 0)] * _REMEMBERED)
+        self._total = self._longest = 0
         self.slots_per_group = float(group_size)
         """Mean slots that a group occupies, from 1 to its size; its size until a group has finished."""
 
     def finished(self, num_tokens: Sequence[int]) -> None:
         """Records a complete group with responses of these lengths, in tokens."""
-        self._finished.append((sum(num_tokens), max(num_tokens)))
-        total, longest = map(sum, zip(*self._finished, strict=True))
-        self.slots_per_group = max(1.0, total / longest) if longest else float(self._group_size)
+        dropped_total, dropped_longest = self._finished.popleft()
+        self._finished.append((total := sum(num_tokens), longest := max(num_tokens)))
+        self._total += total - dropped_total
+        self._longest += longest - dropped_longest
+        mean = self._total / self._longest if self._longest else float(self._group_size)
+        self.slots_per_group = max(1.0, mean)
 
     def num_groups(self, num_engines: int) -> int:
         """Returns how many groups may be generated at once, at least one per engine."""

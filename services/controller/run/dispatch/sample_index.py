@@ -202,16 +202,13 @@ def unfit_reason(
         may_refill: True if dynamic sampling may still replace groups.
         max_response_tokens: Limit of the length, from which long responses are penalized.
     """
-    members = _members_of(samples, algorithm)
-    if len(members) < algorithm.min_group_size:
+    if len(rewards_of(samples)) < algorithm.min_group_size:
         return "too_few_members"
-    if (
-        algorithm.dynamic_sampling
-        and may_refill
-        and trains_nothing(members, algorithm, max_response_tokens=max_response_tokens)
-    ):
-        return "equal_rewards"
-    return None
+    if not (algorithm.dynamic_sampling and may_refill):
+        return None
+    members = _members_of(samples, algorithm)
+    is_idle = trains_nothing(members, algorithm, max_response_tokens=max_response_tokens)
+    return "equal_rewards" if is_idle else None
 
 
 def _members_of(samples: GroupSamples, algorithm: AlgorithmSpec) -> list[Member]:
@@ -317,7 +314,6 @@ def _split(batch: KVBatchMeta) -> Iterator[tuple[str, GroupSamples]]:
     for index, group_id in enumerate(batch.tag("group_id")):
         groups[str(group_id)].append(index)
     for group_id, indexes in groups.items():
-        first, last = indexes[0], indexes[-1]
         # Samples of a group are usually adjacent; then reading a tag is one slice.
-        is_run = last - first + 1 == len(indexes)
-        yield group_id, GroupSamples(batch, range(first, last + 1) if is_run else indexes)
+        run = range(indexes[0], indexes[-1] + 1)
+        yield group_id, GroupSamples(batch, run if len(run) == len(indexes) else indexes)
