@@ -89,7 +89,7 @@ build() { # NAME BASE: build, and export under the tag of the sources
   (cd "$source" && buildah bud -q --layers --volume "$wheels:/wheels:ro" --build-arg BASE="$2" \
     --build-arg PIP_OPTIONS="-q --no-index --find-links /wheels" "${options[@]}" -t "$image" . > /dev/null)
   [ "$old" = "$(buildah images -q "$image")" ] && [ -e "$archive" ] && return
-  [ -z "$old" ] || buildah rmi "$old" > /dev/null 2>&1 || true # or every build would fill the disk further
+  [ -z "$old" ] || echo "$old" >> "$replaced"
   rm -f "$archive" "$archive.part"
   buildah push -q "$image" "docker-archive:$archive.part:$image" # or a later call would take half an archive for a whole one
   mv "$archive.part" "$archive"
@@ -111,18 +111,26 @@ C
   buildah push -q localhost/pause:1 "docker-archive:$archive:localhost/pause:1"
 }
 
+remove_replaced() { # or every build would fill the disk further; never beside a build, whose cache has their layers
+  sort -u "$replaced" | xargs --no-run-if-empty -n 1 buildah rmi > /dev/null 2>&1 || true
+  rm "$replaced"
+}
+
 make_pause
 make_base
 fetch_wheels
-builds=()
+replaced=$(mktemp)
+builds=() failures=0
 for name in controller transferqueue trainer rollout trackers; do
   build "$name" "$base" & # copying dependencies between stages reads all of them, on one core
   builds+=($!)
 done
 for one in "${builds[@]}"; do
-  wait "$one"
+  wait "$one" || failures=$((failures + 1))
 done
+[ "$failures" = 0 ] || exit 1
 for engine in "$@"; do
   make_engine_base "$engine"
   build "rollout-$engine" "$engine_base"
 done
+remove_replaced
