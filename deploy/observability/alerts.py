@@ -238,7 +238,7 @@ ALL = (
         summary="Samples of run {{ $labels.run }} cannot be uploaded for {{ $value | humanizeDuration }}",
         meaning="Training continues, and samples stay in their file on the transferqueue's disk; those that the file deletes at `samples.max_bytes`, or loses with that disk, are missing in the object store.",
         actions=(
-            "Read the cause in the transferqueue's log: `object store failed`.",
+            "Read the cause in the event `SampleUploadFailing`: `slipstream events RUN`.",
             "Check the store, its quota, the route to it (`networkPolicy.egress.transferqueueTo`) and the credentials of the transferqueue ([object storage](../object-storage.md#credentials)).",
             "Uploads continue by themselves. `slipstream samples RUN --export samples.jsonl` writes a copy meanwhile.",
         ),

@@ -8,6 +8,7 @@ URL (:func:`open_checkpoints`). Does not import the packages of the stores.
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Final, Literal, Protocol
@@ -150,6 +151,10 @@ class StoredSamples(Protocol):
     def failing_s(self) -> float:
         """Seconds since a request of the uploads first failed; 0 if the last one succeeded."""
 
+    @property
+    def cause(self) -> str:
+        """First cause of the present failure; empty if the last request succeeded."""
+
     def follow(self, path: Path, *, max_bytes: int, max_steps: int) -> None:
         """Uploads what a file has and gets, in the background; a further call only sets the limits."""
 
@@ -182,6 +187,12 @@ class StoreKind:
     have weight versions."""
     samples: str = ""
     """Function of a URL that returns :class:`StoredSamples`; empty if the store cannot have samples."""
+    checkpoint_reports: str = ""
+    """Coroutine function of a URL, the workers that upload checkpoints to it, and a function that records an
+    event; empty if uploads record no events."""
+    sample_reports: str = ""
+    """As ``checkpoint_reports``; instead of workers, a coroutine function that returns for how many seconds
+    uploads of samples have failed, 0 if they work, and the first cause."""
     extra: str
     """Requirement for ``pip install``, for example ``slipstream[objects]``."""
 
@@ -313,6 +324,19 @@ def open_samples(url: str) -> StoredSamples:
     """Returns the samples of a run below a URL. Connects to nothing; raises as :func:`open_folder`."""
     samples: StoredSamples = _resolved(url, lambda entry: entry.samples)(url)
     return samples
+
+
+def report_function(url: str | None, reports: str) -> Callable[..., Any] | None:
+    """Returns the coroutine function that records events about uploads to a URL, without its first argument.
+
+    Args:
+        url: None and paths have no such function.
+        reports: Field of :class:`StoreKind` that names it.
+    """
+    if url is None or not is_url(url):
+        return None
+    reference = getattr(STORES[url.partition("://")[0]], reports)
+    return partial(resolve_name(reference), url) if reference else None
 
 
 def _resolved(url: str, reference: Callable[[StoreKind], str]) -> Callable[..., Any]:

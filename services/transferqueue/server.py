@@ -135,6 +135,12 @@ class SampleRecordServicer(pb_grpc.SampleRecordServiceServicer):
         )
         return pb.RecordSamplesResponse()
 
+    async def GetSampleUpload(
+        self, request: pb.GetSampleUploadRequest, context: Context
+    ) -> pb.GetSampleUploadResponse:
+        failing_s, cause = self._keeper.upload_failure(request.run_id)
+        return pb.GetSampleUploadResponse(failing_s=failing_s, cause=cause)
+
     async def ReadSampleRecords(
         self, request: pb.ReadSampleRecordsRequest, context: Context
     ) -> AsyncIterator[pb.ReadSampleRecordsResponse]:

@@ -36,7 +36,7 @@ _CLOSED_TO_RUNS = frozenset(
         *("TransferQueueService/CreatePartition", "TransferQueueService/DropPartition"),
         *("TransferQueueService/SaveSnapshot", "TransferQueueService/RestoreSnapshot"),
         *("SampleRecordService/RecordSamples", "SampleRecordService/ReadSampleRecords"),
-        "SampleRecordService/DeleteSampleRecords",
+        *("SampleRecordService/GetSampleUpload", "SampleRecordService/DeleteSampleRecords"),
     )
 )
 _NAMES_OF_SERVICES = frozenset({peer_name("controller"), peer_name("transferqueue")})

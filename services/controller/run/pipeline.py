@@ -96,7 +96,7 @@ A loop that raises ends all of them; ``RunDriver`` then decides if the run recov
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Never
 
@@ -110,7 +110,7 @@ from services.common.errors import (
 )
 from services.common.host import Clock
 from services.common.runspec.weight_modes import TRANSPORTS
-from services.common.stores import is_url
+from services.common.stores import is_url, report_function
 from services.common.task_group import TaskGroup
 from services.controller.membership import Worker
 from services.controller.rules.evaluation import (
@@ -134,13 +134,14 @@ from services.controller.run.publisher import Publisher
 from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec, RequestQueue, end_quantization
 from services.controller.run.state.worker_failures import RolloutsOutdatedError
-from services.controller.run.train.checkpoints import Checkpoints, UploadReports, ready_checkpoints
+from services.controller.run.train.checkpoints import Checkpoints, ready_checkpoints
 from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
 from services.controller.run.train.train_step import EarlyTraining, TrainSteps, take_batch
 from services.controller.store.records import Note
 from services.controller.store.rows import Request
 from services.controller.store.runs import Work
 from services.wire.controller import GroupFailure
+from services.wire.transferqueue.client import TransferQueueClient
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +163,7 @@ class TrainingPipeline:
     request_queue: RequestQueue
     waits: Waits
     connections: RunConnections
+    queue: TransferQueueClient
     ledger: Ledger
     scheduler: GenerationScheduler
     evaluator: Evaluator
@@ -283,20 +285,20 @@ class TrainingPipeline:
                 self.journal.run_id,
                 sync.storage.directory,
                 self.connections.weights,
-                record=lambda note: self.journal.record_event(note, self.ledger),
+                record=self._record,
             ),
         )
 
-    def _upload_reports(self) -> Sequence[Coroutine[None, None, None]]:
-        url = self.spec.now.trainer.checkpoint.directory
-        if url is None or not is_url(url):
-            return ()
-        reports = UploadReports(
-            url,
-            self.connections.savers,
-            record=lambda note: self.journal.record_event(note, self.ledger),
-        )
-        return (reports.watch(),)
+    def _upload_reports(self) -> Iterator[Coroutine[None, None, None]]:
+        spec = self.spec.now
+        if report := report_function(spec.trainer.checkpoint.directory, "checkpoint_reports"):
+            yield report(self.connections.savers, self._record)
+        if report := report_function(spec.samples.directory, "sample_reports"):
+            run_id = self.journal.run_id
+            yield report(lambda: self.queue.sample_upload_failure(run_id), self._record)
+
+    async def _record(self, note: Note) -> None:
+        await self.journal.record_event(note, self.ledger)
 
     async def fail(self, failures: Sequence[GroupFailure]) -> None:
         """Processes reports of groups that produced no samples.

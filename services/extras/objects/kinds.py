@@ -12,6 +12,8 @@ CLOUD: Final = StoreKind(
     upload=f"{_HERE}.exports:upload",
     folder=f"{_HERE}.connection:ObjectFolder",
     samples=f"{_HERE}.sample_records:ObjectSamples",
+    checkpoint_reports=f"{_HERE}.reports:report_checkpoints",
+    sample_reports=f"{_HERE}.reports:report_samples",
     extra="slipstream[objects]",
 )
 """S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage."""

@@ -139,6 +139,10 @@ class ObjectSamples:
     def failing_s(self) -> float:
         return self._patience.failing_s if self._thread is not None else 0.0
 
+    @property
+    def cause(self) -> str:
+        return self._patience.cause
+
     def follow(self, path: Path, *, max_bytes: int, max_steps: int) -> None:
         with self._lock:
             self._limits = {"max_bytes": max_bytes, "max_steps": max_steps}

@@ -121,6 +121,11 @@ class SampleRecordKeeper:
         if run_id in self._uploads:
             self._uploads[run_id].finish()
 
+    def upload_failure(self, run_id: str) -> tuple[float, str]:
+        """Returns for how many seconds uploads of a run have failed, 0 if none fails, and the first cause."""
+        uploads = self._uploads.get(run_id)
+        return (0.0, "") if uploads is None else (uploads.failing_s, uploads.cause)
+
     async def flush(self, run_id: str) -> None:
         """Writes a run's pending samples, if it is being recorded."""
         run = self._runs.get(run_id)

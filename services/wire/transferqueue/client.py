@@ -286,6 +286,12 @@ class TransferQueueClient:
         )
         await call(self._kept.RecordSamples, request, idempotent=True)
 
+    async def sample_upload_failure(self, run_id: str) -> tuple[float, str]:
+        """Returns for how many seconds uploads of a run's samples have failed, 0 if none fails, and why."""
+        request = pb.GetSampleUploadRequest(run_id=run_id)
+        response = await call(self._kept.GetSampleUpload, request, idempotent=True)
+        return response.failing_s, response.cause
+
     async def read_sample_records(
         self, run_id: str, query: SampleRecordQuery
     ) -> AsyncIterator[bytes]:

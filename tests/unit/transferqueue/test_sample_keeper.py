@@ -187,8 +187,12 @@ async def test_samples_are_followed_by_the_store_that_a_run_names_until_it_ends(
         store = stores[f"{url}/run_1"]  # a folder of the run: other runs may name the same one
         assert [call.kwargs["max_steps"] for call in store.follow.call_args_list] == [3, 5]
         assert {call.args for call in store.follow.call_args_list} == {(tmp_path / "run_1.db",)}
-        store.failing_s = 3.0
+        store.failing_s, store.cause = 3.0, "no such bucket"
         assert failing_s("run_1") == 3
+        assert record_keeper.upload_failure("run_1") == (3.0, "no such bucket")
+        assert record_keeper.upload_failure("run_0") == (0.0, ""), (
+            "its samples are on the disk only"
+        )
         await record_keeper.stop_recording("run_1")
         store.finish.assert_called_once_with()
         await record_keeper.start_recording("run_1", max_bytes=7, max_steps=3, directory=url)

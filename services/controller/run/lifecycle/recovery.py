@@ -112,6 +112,7 @@ async def restore(
         checkpoints=await _checkpoints(
             spec, recovered, journal=journal, queue=queue, clock=clock, launcher=launcher
         ),
+        queue=queue,
         request_queue=request_queue,
     )
     await evaluator.restore(recovered.evaluations, num_steps=spec.num_steps)
@@ -179,7 +180,12 @@ class _Parts:
         )
 
     def pipeline(
-        self, *, steps: TrainSteps, checkpoints: Checkpoints, request_queue: RequestQueue
+        self,
+        *,
+        steps: TrainSteps,
+        checkpoints: Checkpoints,
+        queue: TransferQueueClient,
+        request_queue: RequestQueue,
     ) -> TrainingPipeline:
         """Returns the pipeline at the step where the run continues."""
         recovered = self.recovered
@@ -190,6 +196,7 @@ class _Parts:
             request_queue=request_queue,
             waits=self.waits,
             connections=self.connections,
+            queue=queue,
             ledger=self.ledger,
             scheduler=self.scheduler,
             evaluator=self.evaluator,

@@ -9,10 +9,10 @@ that resumes from a checkpoint trains exactly what an uninterrupted run would.
 import asyncio
 import itertools
 import json
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import sqlalchemy as sa
 
@@ -28,7 +28,6 @@ from services.common.fields import new_id
 from services.common.host import Clock
 from services.common.runspec.trainer import CheckpointSpec
 from services.common.stores import is_url, size_text
-from services.controller.membership import Worker
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.run_state import VOLATILE
 from services.controller.run.scorers import CriticClient
@@ -38,7 +37,6 @@ from services.controller.store.records import Note
 from services.controller.store.rows import IS_UNFINISHED, newest_event
 from services.controller.store.runs import Work
 from services.controller.store.tables import CHECKPOINTS, RUNS
-from services.wire.controller import UPLOAD_FAILING_GAUGE, UPLOAD_FAILS, UPLOADED_STEP_GAUGE
 from services.wire.transferqueue.client import TransferQueueClient
 from services.wire.workers import TrainerClient
 
@@ -392,51 +390,3 @@ def _ended(checkpoint: Checkpoint, *, seconds: float, why_volatile: str) -> Note
         text += f", but it is lost with the trainer: {why_volatile}"
         data["reason"] = VOLATILE
     return Note(kind, f"step {checkpoint.step}: {text}", data)
-
-
-_EVERY_S: Final = 1.0
-_TOLD_AFTER_S: Final = 10.0
-"""Seconds of failure after which an event reports it; shorter ones only show in metrics."""
-
-
-@dataclass(slots=True)
-class UploadReports:
-    """Reports of the workers that save checkpoints.
-
-    Args:
-        url: URL of the checkpoints.
-    """
-
-    url: str
-    workers: Sequence[Worker]
-    record: Callable[[Note], Awaitable[object]]
-    _failing: set[str] = field(default_factory=set, init=False)
-    _uploaded: dict[str, int] = field(default_factory=dict, init=False)
-
-    async def watch(self) -> None:
-        """Records events until it is cancelled."""
-        while True:
-            for worker in self.workers:
-                for note in self.notes(worker):
-                    await self.record(note)
-            await asyncio.sleep(_EVERY_S)
-
-    def notes(self, worker: Worker) -> Iterator[Note]:
-        """Yields what changed since the last call."""
-        name = worker.worker_id
-        failing_s = worker.gauges.get(UPLOAD_FAILING_GAUGE, 0.0)
-        step = int(worker.gauges.get(UPLOADED_STEP_GAUGE, 0))
-        has_cause = worker.activity.startswith(UPLOAD_FAILS)  # a save may hide it for a moment
-        if failing_s >= _TOLD_AFTER_S * (1 if has_cause else 6) and name not in self._failing:
-            self._failing.add(name)
-            text = worker.activity if has_cause else f"{UPLOAD_FAILS} for {failing_s:.0f} s"
-            message = f"{name}: {text}; training continues, and the checkpoint stays on the trainer's host"
-            yield Note("CheckpointUploadFailing", message, {"workers": [name], "url": self.url})
-        elif failing_s == 0 and name in self._failing:
-            self._failing.discard(name)
-            message = f"{name} uploads checkpoints again"
-            yield Note("CheckpointUploadResumed", message, {"workers": [name], "url": self.url})
-        if step and step != self._uploaded.get(name, 0):
-            self._uploaded[name] = step
-            data = {"workers": [name], "step": step, "url": self.url}
-            yield Note("CheckpointUploaded", f"step {step}: {name} uploaded it to {self.url}", data)

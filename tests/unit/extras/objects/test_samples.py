@@ -106,8 +106,10 @@ def test_a_store_that_fails_holds_nothing_up_and_gets_all_samples(
     assert time.monotonic() - begin < 5, "recording does not wait for the store"
     uploads.wait(0.3)
     until(lambda: uploads.failing_s > 0)
+    assert uploads.cause
     relay.set("forward")
     until(lambda: bool(names(url)) and uploads.failing_s == 0)
+    assert uploads.cause == ""
     opened().restore(tmp_path / "copy.db")
     assert lines(tmp_path / "copy.db") == lines(path)
 

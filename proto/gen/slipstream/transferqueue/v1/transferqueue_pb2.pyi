@@ -796,6 +796,54 @@ class RecordSamplesResponse(_message.Message):
 Global___RecordSamplesResponse: _TypeAlias = RecordSamplesResponse  # noqa: Y015
 
 @_typing.final
+class GetSampleUploadRequest(_message.Message):
+    """Id of the run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Id of the run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSampleUploadRequest: _TypeAlias = GetSampleUploadRequest  # noqa: Y015
+
+@_typing.final
+class GetSampleUploadResponse(_message.Message):
+    """State of the uploads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FAILING_S_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    failing_s: _builtins.float
+    """Seconds since uploads fail; 0 if they work, or the run has none."""
+    cause: _builtins.str
+    """First cause of the failure; empty if uploads work."""
+    def __init__(
+        self,
+        *,
+        failing_s: _builtins.float = ...,
+        cause: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "failing_s", b"failing_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSampleUploadResponse: _TypeAlias = GetSampleUploadResponse  # noqa: Y015
+
+@_typing.final
 class ReadSampleRecordsRequest(_message.Message):
     """Request for sample records."""
 

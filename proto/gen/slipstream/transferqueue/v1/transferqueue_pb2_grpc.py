@@ -605,6 +605,11 @@ class SampleRecordServiceStub:
                 request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RecordSamplesRequest.SerializeToString,
                 response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RecordSamplesResponse.FromString,
                 _registered_method=True)
+        self.GetSampleUpload = channel.unary_unary(
+                '/slipstream.transferqueue.v1.SampleRecordService/GetSampleUpload',
+                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.GetSampleUploadRequest.SerializeToString,
+                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.GetSampleUploadResponse.FromString,
+                _registered_method=True)
         self.ReadSampleRecords = channel.unary_stream(
                 '/slipstream.transferqueue.v1.SampleRecordService/ReadSampleRecords',
                 request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSampleRecordsRequest.SerializeToString,
@@ -623,6 +628,13 @@ class SampleRecordServiceServicer:
 
     def RecordSamples(self, request, context):
         """Starts to record samples that are put into the partition "records" of a run. Safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSampleUpload(self, request, context):
+        """Reports for how long uploads of a run's sample records to its object store have failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -649,6 +661,11 @@ def add_SampleRecordServiceServicer_to_server(servicer, server):
                     servicer.RecordSamples,
                     request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RecordSamplesRequest.FromString,
                     response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RecordSamplesResponse.SerializeToString,
+            ),
+            'GetSampleUpload': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSampleUpload,
+                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.GetSampleUploadRequest.FromString,
+                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.GetSampleUploadResponse.SerializeToString,
             ),
             'ReadSampleRecords': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadSampleRecords,
@@ -689,6 +706,33 @@ class SampleRecordService:
             '/slipstream.transferqueue.v1.SampleRecordService/RecordSamples',
             slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RecordSamplesRequest.SerializeToString,
             slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RecordSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSampleUpload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.transferqueue.v1.SampleRecordService/GetSampleUpload',
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.GetSampleUploadRequest.SerializeToString,
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.GetSampleUploadResponse.FromString,
             options,
             channel_credentials,
             insecure,

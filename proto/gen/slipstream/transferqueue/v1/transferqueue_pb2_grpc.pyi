@@ -228,6 +228,8 @@ class SampleRecordServiceStub:
     def __new__(cls, channel: _aio.Channel) -> SampleRecordServiceAsyncStub: ...
     RecordSamples: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.RecordSamplesRequest, _transferqueue_pb2.RecordSamplesResponse]
     """Starts to record samples that are put into the partition "records" of a run. Safe to repeat."""
+    GetSampleUpload: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.GetSampleUploadRequest, _transferqueue_pb2.GetSampleUploadResponse]
+    """Reports for how long uploads of a run's sample records to its object store have failed."""
     ReadSampleRecords: _grpc.UnaryStreamMultiCallable[_transferqueue_pb2.ReadSampleRecordsRequest, _transferqueue_pb2.ReadSampleRecordsResponse]
     """Streams sample records as JSON lines."""
     DeleteSampleRecords: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.DeleteSampleRecordsRequest, _transferqueue_pb2.DeleteSampleRecordsResponse]
@@ -240,6 +242,8 @@ class SampleRecordServiceAsyncStub(SampleRecordServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     RecordSamples: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.RecordSamplesRequest, _transferqueue_pb2.RecordSamplesResponse]  # type: ignore[assignment]
     """Starts to record samples that are put into the partition "records" of a run. Safe to repeat."""
+    GetSampleUpload: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.GetSampleUploadRequest, _transferqueue_pb2.GetSampleUploadResponse]  # type: ignore[assignment]
+    """Reports for how long uploads of a run's sample records to its object store have failed."""
     ReadSampleRecords: _aio.UnaryStreamMultiCallable[_transferqueue_pb2.ReadSampleRecordsRequest, _transferqueue_pb2.ReadSampleRecordsResponse]  # type: ignore[assignment]
     """Streams sample records as JSON lines."""
     DeleteSampleRecords: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.DeleteSampleRecordsRequest, _transferqueue_pb2.DeleteSampleRecordsResponse]  # type: ignore[assignment]
@@ -255,6 +259,14 @@ class SampleRecordServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_transferqueue_pb2.RecordSamplesResponse, _abc.Awaitable[_transferqueue_pb2.RecordSamplesResponse]]:
         """Starts to record samples that are put into the partition "records" of a run. Safe to repeat."""
+
+    @_abc_1.abstractmethod
+    def GetSampleUpload(
+        self,
+        request: _transferqueue_pb2.GetSampleUploadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transferqueue_pb2.GetSampleUploadResponse, _abc.Awaitable[_transferqueue_pb2.GetSampleUploadResponse]]:
+        """Reports for how long uploads of a run's sample records to its object store have failed."""
 
     @_abc_1.abstractmethod
     def ReadSampleRecords(
