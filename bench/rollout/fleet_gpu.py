@@ -23,6 +23,7 @@ With ``--smoke`` a tiny model trains on a CPU; name the arm ``own`` where vLLM i
 import argparse
 import json
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,6 +72,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="further settings of all arms")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the result goes")
     arguments = parser.parse_args()
+    # Ended from outside, it must end its server and its run, which would keep the GPU's memory.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     shape = SHAPES["geometric"]
     if arguments.smoke:
         shape = smoke(shape)
@@ -95,17 +98,22 @@ def main() -> None:
             if time.monotonic() - begin > arguments.limit_s:
                 arms[arm] = {"not_measured": "out of time"}
             else:
-                arms[arm] = _arm(
-                    arm,
-                    shape,
-                    folder,
-                    spec,
-                    steps=arguments.steps,
-                    further=arguments.set,
-                    gpus=arguments.gpus,
-                    start_s=arguments.start_s,
-                    arm_s=arguments.arm_s,
-                )
+                arms[arm] = {"failed": "the benchmark was ended from outside"}
+                try:
+                    arms[arm] = _arm(
+                        arm,
+                        shape,
+                        folder,
+                        spec,
+                        steps=arguments.steps,
+                        further=arguments.set,
+                        gpus=arguments.gpus,
+                        start_s=arguments.start_s,
+                        arm_s=arguments.arm_s,
+                    )
+                except KeyboardInterrupt:
+                    report.add({"arms": arms, "bars": bars(arms)})
+                    raise
             report.add({"arms": arms, "bars": bars(arms)})
     report.finish({"bars": bars(arms), "seconds": round(time.monotonic() - begin, 1)})
 

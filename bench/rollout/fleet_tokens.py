@@ -6,6 +6,10 @@ A separate process serves with the fleet's middleware and, in the place of vLLM'
 samples a token for each running request in each step, and sends the tokens of sixteen steps together. The
 engine ``vllm-server`` in this process runs requests against it, one after the other in each slot, with an
 update of the weights every ``--update-s``. Bar: 20,000 tokens/s in one rollout process.
+
+Then all slots begin at once, several times, with the same prompts in each group of eight, as they do when a
+version lets the next batch of a run begin. ``at_once`` has the processor time of both sides for each request
+with two batches of tokens; meanwhile neither side answers a weight sync.
 """
 
 import argparse
@@ -17,6 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -40,7 +45,8 @@ RESULTS = Path(__file__).parents[1] / "results" / "fleet-tokens.json"
 _TOKEN = "the-servers-token"
 _CONTEXT, _VOCABULARY, _BATCH = 300, 50_000, 16
 _LEAST_TOKENS = 20_000
-_START_S = 60.0
+_START_S = 180.0
+_BURSTS, _BETWEEN_S = 7, 0.5
 
 
 def main() -> None:
@@ -98,9 +104,40 @@ async def _measure(
         ]
         await asyncio.sleep(2.0)  # the first responses have begun
         result = await _count(engine, server, arguments)
-        for task in (*slots, serving):
+        for task in slots:
             task.cancel()
+        await asyncio.wait(slots)
+        result["at_once"] = await _begin_at_once(engine, server, arguments.running)
+        serving.cancel()
     return result
+
+
+async def _begin_at_once(
+    engine: FleetEngine, server: psutil.Process, num_running: int
+) -> dict[str, float]:
+    """Returns medians over bursts of requests in all slots."""
+    rollout_ms, server_ms = [], []
+    for burst in range(_BURSTS):
+        requests = [
+            GenerationRequest(
+                request_id=f"b{burst}.{slot}",
+                context_ids=tuple(
+                    (slot // 8 * 7 + burst + i) % _VOCABULARY for i in range(_CONTEXT)
+                ),
+                max_tokens=_BATCH + _BATCH // 2,
+                seed=slot,
+            )
+            for slot in range(num_running)
+        ]
+        cpu, server_cpu = time.process_time(), sum(server.cpu_times()[:2])
+        await asyncio.gather(*[engine.generate(request) for request in requests])
+        rollout_ms.append(1e3 * (time.process_time() - cpu) / num_running)
+        server_ms.append(1e3 * (sum(server.cpu_times()[:2]) - server_cpu) / num_running)
+        await asyncio.sleep(_BETWEEN_S)
+    return {
+        "rollout_ms_per_request": round(median(rollout_ms), 3),
+        "server_ms_per_request": round(median(server_ms), 3),
+    }
 
 
 async def _count(
