@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from services.common.runspec.weight_modes import STAGING_SLOTS
 from services.weightsync.arena import WeightArena
 from services.weightsync.endpoints import Place
 from services.weightsync.modes.base import pack_weights
@@ -21,6 +22,7 @@ async def place_all(
     *,
     num_sources: int,
     bucket_bytes: int = 8192,
+    num_slots: int = STAGING_SLOTS,
 ) -> None:
     """Writes tensors of this process into weights in place, on the tensors' device.
 
@@ -30,6 +32,7 @@ async def place_all(
         num_sources: Number of simulated trainer ranks.
         bucket_bytes: Bytes of a bucket; the default is so small that a bucket may end within
             a row.
+        num_slots: Number of buckets that the receiver holds.
     """
     device = next(iter(weights.values())).device
     specs = [
@@ -37,7 +40,7 @@ async def place_all(
         for name, value in weights.items()
     ]
     plan = make_plan(specs, bucket_bytes, row_shards(specs, num_sources))
-    slots = Slots(plan, device)
+    slots = Slots(plan, device, count=num_slots)
     place_bucket = await open_weights(plan, slots.buffers)
     for number in range(num_sources):
         arena = WeightArena(plan, device, source=number)

@@ -29,7 +29,7 @@ from typing import Any, Protocol, Self, TypeVar
 from torch import Tensor
 
 from services.common.telemetry.metrics import Phases
-from services.extras.external_engine.in_place import place_in_workers
+from services.extras.external_engine.in_place import Placements, place_in_workers
 from services.extras.external_engine.request_segments import RequestProgress, Segment, TokenChunk
 from services.extras.external_engine.shared_tensors import shared
 from services.rollout import metrics
@@ -397,6 +397,7 @@ class ExternalEngine:
         self._cached_tokens_total = 0
         self._recomputed_tokens_total = 0
         self._busy = BusyTime()
+        self._placements: Placements | None = None
 
     @classmethod
     def ordered(
@@ -569,15 +570,20 @@ class ExternalEngine:
         self._gate.keep_shut()
         async with self._gate.closed():
             await self._pause_segments()
-            return await place_in_workers(plan, slots, self._load)
+            self._placements = await place_in_workers(plan, slots, self._load)
+            return self._placements.place
 
     async def adopt_placed(self, version: int) -> None:
         """Continues under the placed weights."""
+        placements, self._placements = self._placements, None
         async with self._gate.closed():
+            if placements is not None:
+                await placements.finish()
             await self._resume_segments(version)
 
     async def close_weights(self) -> None:
         """Continues under the old weights."""
+        self._placements = None
         await self.adopt_placed(self._weight_version)
         await self.resume()
 

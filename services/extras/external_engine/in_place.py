@@ -4,9 +4,11 @@
 
     rollout process                               each worker of the engine
     open:  shapes and shared slots -------------> locates each tensor, or replies why it cannot
-    place: slot with a received bucket ---------> copies its own parts into its parameters
+    write: slots with received buckets ---------> copies its own parts into its parameters
 
-Apart from the slots, no memory is needed in addition to the live weights.
+Apart from the slots, no memory is needed in addition to the live weights. A bucket is written when it arrives
+if a later one needs its slot. The others are written with one command, because decoding waits and a command
+takes milliseconds.
 """
 
 import asyncio
@@ -22,7 +24,6 @@ from torch import Tensor, nn
 from services.extras.external_engine.layout import Piece, Shape, UnknownLayoutError, plan_pieces
 from services.extras.external_engine.shared_tensors import open_shared, shared_buffers
 from services.weightsync.arena import copy_all
-from services.weightsync.endpoints import Place
 from services.weightsync.modes.placing import bucket_parts
 from services.weightsync.weight_plan import WeightPlan
 
@@ -31,26 +32,81 @@ _REPLY_BYTES = 1024
 _PLACE_TIMEOUT_S = 120.0
 """Time-out for placing one bucket; a worker that takes longer hangs."""
 
+Load = Callable[[str], Coroutine[Any, Any, None]]
+_Write = tuple[str, Sequence[tuple[str, str, int, int, int]]]
+"""Slot, and its parts: tensor, dtype, first byte in the tensor, begin and end byte in the slot."""
 
-async def place_in_workers(
-    plan: WeightPlan,
-    slots: Sequence[Sequence[Tensor]],
-    load: Callable[[str], Coroutine[Any, Any, None]],
-) -> Place:
-    """Makes all workers of a stopped engine open their weights for writing.
+
+class Placements:
+    """Writes received buckets into the weights of all workers of a stopped engine.
 
     Args:
         plan: Layout of the received data.
         slots: Buffers of each source; its buckets use them in rotation.
+        room: The shared slots by name.
         load: Sends a command to every worker, which passes it to :func:`handle_weight_command`.
+    """
 
-    Returns:
-        Callable that places a received bucket. Call it from a thread other than this event loop's.
+    def __init__(
+        self,
+        plan: WeightPlan,
+        slots: Sequence[Sequence[Tensor]],
+        room: Mapping[str, Tensor],
+        load: Load,
+    ) -> None:
+        self._plan = plan
+        self._slots = slots
+        self._room = room
+        self._load = load
+        self._loop = asyncio.get_running_loop()
+        self._pending: list[_Write] = []
+
+    def place(self, source: int, index: int, bucket: Tensor) -> None:
+        """Writes a bucket, at the latest with :meth:`finish`; the caller may then reuse its slot.
+
+        Call it from a thread other than the event loop's.
+
+        Args:
+            source: Sender of the bucket.
+            index: Number of the bucket among those of its source.
+            bucket: Its bytes, in its slot.
+        """
+        num_slots = len(self._slots[source])
+        slot = f"{source}.{index % num_slots}"
+        if bucket.is_cuda:
+            torch.cuda.current_stream(bucket.device).synchronize()
+        else:
+            self._room[slot][: len(bucket)].copy_(bucket)
+        segments = [
+            (spec.name, spec.dtype, segment.first, segment.begin, segment.end)
+            for segment in bucket_parts(self._plan, source, index)
+            for spec in [self._plan.tensors[segment.tensor]]
+        ]
+        if index + num_slots >= len(self._plan.sources[source].buckets):
+            self._pending.append((slot, segments))  # no later bucket needs the slot
+            return
+        asyncio.run_coroutine_threadsafe(
+            self._load(_command([(slot, segments)])), self._loop
+        ).result(_PLACE_TIMEOUT_S)
+
+    async def finish(self) -> None:
+        """Writes all buckets that are not written yet; call it before the engine decodes again."""
+        writes, self._pending = self._pending, []
+        if writes:
+            await self._load(_command(writes))
+
+
+async def place_in_workers(
+    plan: WeightPlan, slots: Sequence[Sequence[Tensor]], load: Load
+) -> Placements:
+    """Makes all workers of a stopped engine open their weights for writing.
+
+    Args:
+        plan: As for :class:`Placements`, like the others.
 
     Raises:
         ValueError: If a tensor's position in the engine's parameters is unknown.
     """
-    loop = asyncio.get_running_loop()
     buffers = {
         f"{source}.{number}": buffer
         for source, turns in enumerate(slots)
@@ -66,22 +122,11 @@ async def place_in_workers(
             f"{why}; the tensor cannot be received directly into the engine's weights, use "
             "weight_sync.mode shadow"
         )
+    return Placements(plan, slots, room, load)
 
-    def place(source: int, index: int, bucket: Tensor) -> None:
-        slot = f"{source}.{index % len(slots[source])}"
-        if bucket.is_cuda:
-            torch.cuda.current_stream(bucket.device).synchronize()
-        else:
-            room[slot][: len(bucket)].copy_(bucket)
-        segments = [
-            (spec.name, spec.dtype, segment.first, segment.begin, segment.end)
-            for segment in bucket_parts(plan, source, index)
-            for spec in [plan.tensors[segment.tensor]]
-        ]
-        command = json.dumps({"slot": slot, "parts": segments})
-        asyncio.run_coroutine_threadsafe(load(command), loop).result(_PLACE_TIMEOUT_S)
 
-    return place
+def _command(writes: Sequence[_Write]) -> str:
+    return json.dumps({"writes": writes})
 
 
 class BucketWriter(Protocol):
@@ -119,8 +164,9 @@ def handle_weight_command(
         False if ``text`` is no such command.
     """
     command: Mapping[str, Any] = json.loads(text)
-    if "slot" in command:
-        _WRITERS[model].write(command["slot"], command["parts"])
+    if "writes" in command:
+        for slot, segments in command["writes"]:
+            _WRITERS[model].write(slot, segments)
         return True
     if "slots" not in command:
         return False

@@ -1,7 +1,7 @@
 """Tests that weight buckets are written directly into the parameters of all workers of an engine."""
 
 import itertools
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from services.extras.external_engine.in_place import (
     FlatTarget,
+    Placements,
     handle_weight_command,
     place_in_workers,
 )
@@ -24,8 +25,10 @@ class Workers:
 
     def __init__(self, parameters: list[dict[str, Tensor]]) -> None:
         self.models = [_model(parameter) for parameter in parameters]
+        self.num_commands = 0
 
     async def load(self, order: str) -> None:
+        self.num_commands += 1
         for rank, model in enumerate(self.models):
             assert handle_weight_command(
                 order, model, rank=rank, ranks=len(self.models), has_plain_experts=True
@@ -46,13 +49,30 @@ def _model(parameters: dict[str, Tensor]) -> nn.Module:
     return model
 
 
-async def write_all(workers: Workers, weights: dict[str, Tensor], num_sources: int) -> None:
+async def write_all(
+    workers: Workers, weights: dict[str, Tensor], num_sources: int, **changes: int
+) -> None:
     """Writes weights as a transfer does, without a network."""
+    opened: list[Placements] = []
 
-    def open_weights(plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Awaitable[Place]:
-        return place_in_workers(plan, slots, workers.load)
+    async def open_weights(plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
+        opened.append(await place_in_workers(plan, slots, workers.load))
+        return opened[0].place
 
-    await place_all(open_weights, weights, num_sources=num_sources)
+    await place_all(open_weights, weights, num_sources=num_sources, **changes)
+    await opened[0].finish()
+
+
+@pytest.mark.parametrize("num_slots", [2, 5, 1000])
+async def test_buckets_whose_slots_are_not_needed_again_are_written_with_one_command(
+    num_slots: int,
+) -> None:
+    weights = {"weight": torch.randn(20, 2048)}
+    workers = Workers([{"weight": torch.zeros(20, 2048)}])
+    await write_all(workers, weights, 1, num_slots=num_slots)
+    # One command opens the weights, and one writes the last buckets.
+    assert workers.num_commands == max(0, 20 - num_slots) + 2
+    assert torch.equal(workers.models[0].weight, weights["weight"])
 
 
 @pytest.mark.parametrize(("ranks", "num_sources"), [(1, 1), (1, 3), (2, 2), (4, 1), (8, 3)])
