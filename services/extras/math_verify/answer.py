@@ -37,7 +37,7 @@ from sympy import (
     Union,
 )
 
-from services.extras.math_verify import quantities, question, spelling, units
+from services.extras.math_verify import beside, notation, quantities, question, spelling, units
 from services.extras.math_verify.numbers import is_rounded, relative_comparison, same_numbers
 from services.rollout.rewards.answers import answer_part, answer_text
 
@@ -65,6 +65,8 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 _LAST_QUANTITY = re.compile(r"([-+]?(?<![\d.,])[\d.,]*\d[^\d]*(?:\^?\{?[23]\}?)?)[\s.!]*$")
 _GROUPED = re.compile(r"-?\d{1,3}(?:(?:,\d{2})*,\d{3})+(?:\.\d+)?")
 _NUMBER_OF_NAME = re.compile(r"\$?(?:[a-z]\s*=\s*)?-?[\d.,]+\$?")
+_VARIABLE = re.compile(r"\d\s*\$?[A-Za-z]\$?\s*$")
+"""One letter after a number, which may be a variable and not the symbol of a unit."""
 _NESTED_FACTORIAL = re.compile(r"!\s*\)*\s*!")
 _CPU_TIMEOUT_S = 5.0
 """Max CPU time of one comparison, including regular expressions, parsing and algebra."""
@@ -96,11 +98,15 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
     text = answer_text(answer, reward="math_verify")
     with _cpu_time_limit(_CPU_TIMEOUT_S):
         text, reply = spelling.normalized(text), spelling.normalized(answer_part(response))
-        reply = _tagged(reply)
+        reply = question.without_reason(_tagged(reply))
         amount = _marked(reply) or reply
-        if quantities.other_currencies(text, amount):
+        if beside.is_other_quantity(
+            prompt, _marked(text) or text, _marked(reply) or _last_line(reply)
+        ):
             return 0.0
-        if quantities.is_in_dollars(text) or quantities.is_in_dollars(amount):
+        if quantities.other_currencies(text, amount, prompt):
+            return 0.0
+        if any(map(quantities.is_in_dollars, (text, amount))) or question.asks_for_dollars(prompt):
             text, reply = quantities.in_dollars(text), quantities.in_dollars(reply)
         text, reply = quantities.plain_amounts(text), quantities.plain_amounts(reply)
         marked = _marked(text)
@@ -121,16 +127,18 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
         # The question may ask for the number of millions, so the answer may omit the word.
         scaled = quantities.scaled(expected, has_letters=has_letters)
         ratio = question.as_ratio(prompt, expected)
-        readings = dict.fromkeys((scaled, quantities.unscaled(expected), ratio or scaled))
+        quantity = question.with_asked_unit(prompt, expected)
+        readings = dict.fromkeys((scaled, quantities.unscaled(expected), ratio or scaled, quantity))
         return float(any(_is_answered(reading, reply, answer) for reading in readings))
 
 
 def _is_other_value(prompt: str, expected: str, reply: str) -> bool:
     """Returns True for ``2x = 3`` in place of 3, unless the question asks for ``2x``."""
-    if not _NUMBER_OF_NAME.fullmatch(expected):
+    has_unit = units.split(reply.rpartition("=")[2].strip())[1] is not None
+    if has_unit or not _NUMBER_OF_NAME.fullmatch(expected):
         return False
     left_side = spelling.other_value(_single_spaced(reply))
-    return left_side is not None and left_side not in prompt.replace(" ", "")
+    return left_side is not None and not question.asks_for(prompt, left_side)
 
 
 def _is_answered(expected: str, response: str, answer: Any) -> bool:
@@ -143,11 +151,17 @@ def _is_answered(expected: str, response: str, answer: Any) -> bool:
         return len(candidate) <= _MAX_EXPRESSION_CHARACTERS and _same(expected, candidate)
     lines = [line for text in response.splitlines() if (line := _single_spaced(text))]
     if len(lines) == 1 and not spelling.has_words(
-        spelling.without_unit_text(line := spelling.spelled(lines[0]))
+        spelling.without_unit_text(
+            line := notation.rewritten(expected, spelling.spelled(_without_period(lines[0])))
+        )
     ):
         if _same(expected, line):
             return True
-        if spelling.is_bare(line) or len(spelling.numbers_of_chain(line)) > 1:
+        if (
+            spelling.is_bare(line)
+            or spelling.has_only_equations(line)
+            or len(spelling.numbers_of_chain(line)) > 1
+        ):
             return False
     return _is_said(expected, lines)
 
@@ -162,13 +176,26 @@ def _is_said(expected: str, lines: list[str]) -> bool:
     chosen, _ = spelling.choice(_SAID_CHOICE.sub("", spelling.without_emphasis(candidate)))
     if letter and not value and chosen and (announced or is_line):
         return chosen == letter and not spelling.is_refusal(candidate)
+    if spelling.is_clock(expected):
+        return spelling.same_text(expected, spelling.only_time(_last_line(candidate)))
     if announced or is_line:
         candidate = spelling.spelled(candidate)
         is_short = bool(announced) and not spelling.has_words(candidate)
         if is_short or units.split(candidate)[1] is not None:
             return _same(expected, candidate)
+    return _ends_in(expected, candidate, lines, is_whole=bool(announced) or is_line)
+
+
+def _ends_in(expected: str, candidate: str, lines: list[str], *, is_whole: bool) -> bool:
+    """Returns True if a sentence ends in an answer, and says nothing that changes it.
+
+    Args:
+        candidate: Announced answer, or the response.
+        lines: Of the response.
+        is_whole: True if the candidate is an answer without prose around it.
+    """
     announcement = _SAID.search(candidate)
-    ending = announcement[1] if announcement else candidate if announced or is_line else ""
+    ending = announcement[1] if announcement else candidate if is_whole else ""
     last_line = lines[-1] if lines else ""
     if not spelling.is_changed(expected) and (
         spelling.has_changed_number(ending)
@@ -193,6 +220,7 @@ def _is_said(expected: str, lines: list[str]) -> bool:
     gold = () if spelling.is_text(expected) else _read(expected)
     if "%" not in expected:
         candidate = spelling.per_cent_as_share(candidate)
+    candidate = candidate.replace("\\$", "")
     return any(_verify(gold, _parse(candidate, targets)) for targets in (_SEARCH, _SEARCH_UNITS))
 
 
@@ -226,6 +254,16 @@ class _CpuTimeExpired(BaseException):
 def _single_spaced(text: str) -> str:
     """Replaces each run of white space by one space."""
     return " ".join(text.split())
+
+
+def _without_period(line: str) -> str:
+    """Removes the period that ends a sentence; three go on with a number."""
+    return line if line.endswith("..") else line.removesuffix(".")
+
+
+def _last_line(response: str) -> str:
+    lines = response.strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def _tagged(response: str) -> str:
@@ -270,6 +308,10 @@ def _same(expected: str, candidate: str) -> bool:
     if spelling.same_text(expected, candidate):
         return True
     expected, candidate = spelling.spelled(expected), spelling.spelled(candidate.strip(" ,;"))
+    function = notation.renamed(expected, notation.rewritten(expected, candidate))
+    if function is None:
+        return False
+    candidate = function
     expected, candidate = spelling.same_function(expected, spelling.turned(candidate))
     if _is_changed(expected, candidate):
         return False
@@ -314,7 +356,7 @@ def _same_expression(expected: str, candidate: str) -> bool:
     ):
         return False
     ratios = spelling.ratio_as_fraction(expected), spelling.ratio_as_fraction(candidate)
-    if ratios[0] is not None and ratios[1] is None and not spelling.is_time(expected):
+    if ratios[0] is not None and ratios[1] is None and not spelling.is_clock(expected):
         expected = ratios[0]
     return spelling.same_text(expected, candidate) or (
         not spelling.is_text(expected) and _same_number(expected, candidate)
@@ -322,8 +364,18 @@ def _same_expression(expected: str, candidate: str) -> bool:
 
 
 def _same_quantity(expected: str, candidate: str) -> bool | None:
-    """Compares two numbers with units; returns None if not both have a unit."""
+    """Compares two numbers with units; returns None if not both have a unit, or one that is understood.
+
+    A chain such as ``5000 m = 5 km`` has to be true.
+    """
+    first, sign, others = candidate.partition("=")
+    if sign and None not in (units.split(first)[1], units.split(others.partition("=")[0])[1]):
+        is_true = _same_quantity(first, others.partition("=")[0])
+        return bool(is_true) and bool(_same_quantity(expected, others))
     (expected_number, expected_unit), (number, unit) = units.split(expected), units.split(candidate)
+    has_unit = expected_unit is not None and not _VARIABLE.search(expected)
+    if has_unit and unit is None and spelling.plain_number(candidate) is not None:
+        return spelling.plain_number(expected_number) == spelling.plain_number(candidate)
     if expected_unit is None or unit is None:
         return None
     if units.are_angles(expected_unit, unit):
@@ -468,6 +520,7 @@ def _equal(gold: Any, answer: Any) -> bool:
         gold, answer = _vector(gold), _vector(answer)
     if _differ_in_kind(gold, answer):
         return False
+    gold, answer = _numbered(gold), _numbered(answer)
     if _is_equal(gold, answer, allow_set_relation_comp=True):
         return True
     solutions = _solutions(gold), _solutions(answer)
@@ -491,20 +544,38 @@ def _differ_in_kind(gold: Any, answer: Any) -> bool:
     if isinstance(gold, Eq) and isinstance(gold.lhs, Add) and isinstance(answer, Expr):
         return True  # an equation, not the value of its right side
     # The library takes two numbers for the ends of an interval.
+    kinds = [value if isinstance(value, FiniteSet) else None for value in (gold, answer)]
+    if any(
+        value is not None and value.args and all(map(is_assignment_relation, value.args))
+        for value in kinds
+    ) and any(isinstance(value, Interval) for value in (gold, answer)):
+        return True
     has_inequality = any(map(_is_inequality, (gold, answer)))
     if has_inequality and any(isinstance(value, FiniteSet) for value in (gold, answer)):
         return True
     return _depth(gold) != _depth(answer)
 
 
+def _numbered(value: Any) -> Any:
+    """Returns the values of ``x_1 = 1, x_2 = 2``, which are several values of one variable; others as is."""
+    items = value.args if isinstance(value, FiniteSet) and len(value.args) > 1 else ()
+    if not items or not all(map(is_assignment_relation, items)):
+        return value
+    names = {str(item.lhs) for item in items}
+    is_numbered = len({name.partition("_")[0] for name in names}) == 1 and len(names) == len(items)
+    return FiniteSet(*map(unwrap_eq, items)) if is_numbered else value
+
+
 def _vector(value: Any) -> Any:
-    """Converts a vector, or a set of assignments ordered by name, to a tuple; returns others as is."""
+    """Converts a vector, or assignments to several names in their order, to a tuple; returns others as is."""
     if isinstance(value, MatrixBase) and 1 in value.shape:
         return Tuple(*value)
     if isinstance(value, FiniteSet) and all(
         is_assignment_relation(assignment) for assignment in value
     ):
         assignments = sorted(value._unsorted_args, key=lambda assignment: str(assignment.lhs))  # noqa: SLF001
+        if len({str(assignment.lhs) for assignment in assignments}) < len(assignments):
+            return value  # several values of one variable
         return Tuple(*map(unwrap_eq, assignments))
     return value
 

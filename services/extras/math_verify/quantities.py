@@ -158,7 +158,7 @@ _NOUN: Final = re.compile(
 )
 """Word after a number that may name what is counted."""
 _CENTS: Final = re.compile(
-    rf"(?<![\w.,])(\d[\d,]*(?:\.\d+)?){_CLOSING}{_SPACE}(?:{_FONT})?(?:cents?(?![A-Za-z])|¢)\s*\}}?"
+    rf"(?<![\w.,])(\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?){_CLOSING}{_SPACE}(?:{_FONT})?(?:cents?(?![A-Za-z])|¢)\s*\}}?"
 )
 _DOLLARS_AND_CENTS: Final = re.compile(
     r"(?<![\w.,])(\d+)\s+dollars?\s*(?:,|and)?\s+(\d{1,2})\s+cents?\b", re.IGNORECASE
@@ -179,7 +179,18 @@ _CURRENCIES: Final[Mapping[str, str]] = {
     "JPY": "JPY",
     "\\$": "USD",
 }
-_NAMED_CURRENCY: Final = re.compile("|".join(map(re.escape, _CURRENCIES)))
+_CURRENCY_WORDS: Final[Mapping[str, str]] = {
+    "euro": "EUR",
+    "yen": "JPY",
+    "yuan": "CNY",
+    "rupee": "INR",
+    "ruble": "RUB",
+    "peso": "MXN",
+    "franc": "CHF",
+}
+_NAMED_CURRENCY: Final = re.compile(
+    "|".join(map(re.escape, _CURRENCIES)) + rf"|\b(?i:{'|'.join(_CURRENCY_WORDS)})s?\b"
+)
 _SIGN_BEFORE_DOLLAR: Final = re.compile(r"(?<![\w)}])-\s*(\\?\$)\s*(?=[\d.])")
 _HEXADECIMAL: Final = re.compile(
     r"(?<![\w.\\])0(?:x[\da-f]{2,}|b[01]{2,}|o[0-7]{2,})(?!\w)", re.IGNORECASE
@@ -314,7 +325,9 @@ def in_dollars(response: str) -> str:
     response = _DOLLARS_AND_CENTS.sub(
         lambda parts: f"{parts[1]}.{int(parts[2]):02d} dollars", response
     )
-    return _CENTS.sub(lambda match: _written(Fraction(match[1].replace(",", "")) / 100), response)
+    return _CENTS.sub(
+        lambda match: _written(Fraction(re.sub(r"[,\s]", "", match[1])) / 100), response
+    )
 
 
 def is_in_dollars(answer: str) -> bool:
@@ -324,12 +337,22 @@ def is_in_dollars(answer: str) -> bool:
     )
 
 
-def other_currencies(answer: str, response: str) -> bool:
-    """Returns True if the last amount of a response is in another currency than the answer."""
-    expected_currencies = {_CURRENCIES[sign] for sign in _NAMED_CURRENCY.findall(answer)}
-    if is_in_dollars(answer):
-        expected_currencies.add("USD")
-    amounts = [_CURRENCIES[sign] for sign in _NAMED_CURRENCY.findall(response)]
-    if not amounts and is_in_dollars(response):
-        amounts = ["USD"]
-    return bool(expected_currencies and amounts) and amounts[-1] not in expected_currencies
+def other_currencies(answer: str, response: str, question: str = "") -> bool:
+    """Returns True if the last amount of a response is in a currency that neither answer nor question has.
+
+    Without a currency in both, a question allows dollars; without a question, any currency is allowed.
+    """
+    amounts = _currencies(response) or ["USD"] * is_in_dollars(response)
+    expected = {*_currencies(answer), *(["USD"] * is_in_dollars(answer))}
+    if not expected and question.strip():
+        is_dollar = bool(_DOLLARS.search(question) or _DOLLAR_SIGN.search(question))
+        asked = {*_currencies(question), *(["USD"] * is_dollar)}
+        expected = asked or {"USD"}
+    return bool(expected and amounts) and amounts[-1] not in expected
+
+
+def _currencies(text: str) -> list[str]:
+    return [
+        _CURRENCIES.get(name[0]) or _CURRENCY_WORDS[name[0].casefold().removesuffix("s")]
+        for name in _NAMED_CURRENCY.finditer(text)
+    ]

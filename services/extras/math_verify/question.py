@@ -5,12 +5,53 @@ answer only to "how many more". Without a question, these are other answers than
 """
 
 import re
+from itertools import product
+from math import prod
 from typing import Final
 
-_PER_CENT: Final = re.compile(r"%|per\s?cent|interest\s+rate", re.IGNORECASE)
+from services.extras.math_verify import units
+
+_PER_CENT: Final = re.compile(
+    r"(?<![\d.])(?<![\d.][\s\\$}])(?<![\d.]\$\\)(?<![\d.]\s\\)\\?%|(?<!\d)(?<!\d[\s$-])per\s?cent|interest\s+rate(?!\s+of)",
+    re.IGNORECASE,
+)
+"""A per-cent sign or word that no number precedes: ``20% of 360`` gives per cents and asks for none."""
+_SENTENCE: Final = re.compile(r"(?<=[.?!])\s+|\n+")
+_ASKS: Final = re.compile(
+    r"\?|\b(?:what|which|how|find|express|compute|calculate|determine|give|state|evaluate|solve|estimate)\b",
+    re.IGNORECASE,
+)
+_HOW_MANY: Final = r"\bhow\s+many\s+|\bnumber\s+of\s+"
+_IN: Final = r"\b(?:in|to)\s+(?:the\s+nearest\s+)?"
+_UNIT_WORDS: Final = r"[A-Za-z°]+(?:\s*/\s*[A-Za-z]+|\^[23])?(?:\s+(?:per\s+)?[A-Za-z]+){0,3}"
+_ASKED_UNIT: Final = re.compile(rf"(?:{_HOW_MANY}|{_IN})(?={_UNIT_WORDS})", re.IGNORECASE)
+_UNIT_WORD: Final = re.compile(
+    r"(\d(?:\s|[-~${}]|\\[,;:! ])*)?"
+    r"((?<![A-Za-z])[A-Za-zμ°][A-Za-zμ°]*(?:/[A-Za-z]+)?(?:\^[23])?|(?<=\d)['\"])"
+)
+_FONT: Final = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{([^{}]*)\}")
+_PLAIN: Final = re.compile(r"\s*-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)\s*")
+_VALUE_OF: Final = r"\b(?:of|is|find|for|compute|evaluate|calculate|determine|what['\u2019]s)"
+_CENTS: Final = re.compile(r"\bcents?\b|¢", re.IGNORECASE)
+_DOLLARS: Final = re.compile(
+    r"\\\$\s*\d|\bdollars?\b|\bUSD\b|(?<![\w$\\])\$\s?\d[\d.,]*(?=[\s.,;:?!)]|$)", re.IGNORECASE
+)
+_MONEY: Final = re.compile(
+    r"\b(?:pays?|paid|costs?|prices?|spen[dt]s?|earns?|earned|money|charged?|profits?|owes?|save[sd]?)\b",
+    re.IGNORECASE,
+)
+_TEMPERATURE: Final = re.compile(r"\btemperatures?\b", re.IGNORECASE)
+_SCALE: Final = re.compile(r"celsius|fahrenheit|kelvin|°\s*[CF]|\\circ\s*\}?\s*[CF]", re.IGNORECASE)
+_AGE: Final = re.compile(r"\b(?:old|ages?|aged|years?)\b", re.IGNORECASE)
+_ANGLE: Final = re.compile(
+    r"\bangles?\b|\\angle|\\circ|°|\bdegrees?\b|\brotat\w+|\btemperature\b|\b(?:arc)?(?:sin|cos|tan)",
+    re.IGNORECASE,
+)
 _RATIO: Final = re.compile(
     r"\bratios?\b|\bproportions?\b|(?<![\d:])\d+\s*:\s*\d+(?![\d:])", re.IGNORECASE
 )
+_RATIO_WORD: Final = re.compile(r"\b(?:ratios?|proportions?|odds|scale)\b", re.IGNORECASE)
+_CLOCK: Final = re.compile(r"\$?(\d{1,2})\s*:\s*(\d\d)\$?")
 _DIFFERENCE: Final = re.compile(r"\bdifferences?\b|\bdiffers?\b|\bcompared?\b", re.IGNORECASE)
 _AFTER_NUMBER: Final = r"(?<=\d)(?:\s|[}$~]|\\[,;:! ]|\\\))*(?:\\text\w*\s*\{\s*)?\s*"
 _WORDS: Final = (
@@ -32,12 +73,98 @@ _FRACTION: Final = re.compile(
 
 
 def asks_for_per_cent(question: str) -> bool:
-    """Returns True if a number in per cents may answer a question."""
-    return bool(_PER_CENT.search(question))
+    """Returns True if a question asks for a number of per cents."""
+    return any(_PER_CENT.search(sentence) for sentence in _asking(question))
+
+
+def asked(question: str) -> str:
+    """Returns the sentences of a question that ask; all of it if none does."""
+    return " ".join(_asking(question)) or question
+
+
+def _asking(question: str) -> list[str]:
+    return [sentence for sentence in _SENTENCE.split(question) if _ASKS.search(sentence)]
+
+
+def asked_unit(question: str) -> units.Unit | None:
+    """Returns the unit that a question asks for, as "How many square feet?" does; else None."""
+    unit = _asked(question)
+    return unit and unit[1]
+
+
+def _asked(question: str) -> tuple[str, units.Unit] | None:
+    text = _FONT.sub(r" \1 ", asked(question)).replace("$", " ")
+    requested = None
+    for place in _ASKED_UNIT.finditer(text):
+        words = text[place.end() :].split()[:4]
+        for end in range(len(words), 0, -1):
+            name = " ".join(words[:end]).rstrip(".?,!;:")
+            unit = units.unit_of(name)
+            if unit is not None:
+                requested = name, unit
+                break
+    return requested
+
+
+def with_asked_unit(question: str, answer: str) -> str:
+    """Returns ``5 km`` for the answer 5 to "How many kilometres?"; any other answer as is."""
+    unit = _asked(question)
+    return f"{answer} {unit[0]}" if unit and _PLAIN.fullmatch(answer) else answer
+
+
+def asks_for(question: str, term: str) -> bool:
+    """Returns True if a question asks for the value of a term, as in "Find 2x"."""
+    spaced = r"\s*".join(map(re.escape, term))
+    return bool(
+        re.search(rf"{_VALUE_OF}[\s$\\(]*{spaced}(?![\s$]*[\w+*/^=<>-])", question, re.IGNORECASE)
+    )
+
+
+def asks_for_dollars(question: str) -> bool:
+    """Returns True if an amount that answers a question is in dollars, so that cents are hundredths."""
+    text = asked(question)
+    if _CENTS.search(text):
+        return False
+    if _DOLLARS.search(text):
+        return True
+    return bool(_DOLLARS.search(question) or _MONEY.search(text)) and not _CENTS.search(question)
+
+
+def mentions(question: str, unit: units.Unit) -> bool:
+    """Returns True if a question has a unit, or those that it is a product of, as ``m`` for ``m^2``."""
+    if unit == units.unit_of("years") and _AGE.search(question):
+        return True
+    names = {name for name, _ in unit.dimension}
+    if names <= {"angle", "radians"}:
+        return bool(_ANGLE.search(question))
+    if names <= {"celsius", "fahrenheit"} and _TEMPERATURE.search(question):
+        return not _SCALE.search(question) or unit in _units_of(question)
+    mentioned = _units_of(question)
+    if unit in mentioned:
+        return True
+    sizes = [
+        [base.size**power for base in mentioned if base.dimension == ((name, 1),)]
+        for name, power in unit.dimension
+    ]
+    return any(prod(factors) == unit.size for factors in product(*sizes))
+
+
+def _units_of(question: str) -> set[units.Unit]:
+    """Returns the units that a question has: symbols after numbers, and words."""
+    words = set[str]()
+    for match in _UNIT_WORD.finditer(_FONT.sub(r" \1 ", question)):
+        if match[1] or len(match[2]) > 2:
+            words |= {match[2], *match[2].split("/")}
+    return {unit for word in words if word and (unit := units.unit_of(word)) is not None}
 
 
 def as_ratio(question: str, answer: str) -> str | None:
-    """Returns ``3:4`` for the answer ``3/4`` of a question about a ratio, ``3:1`` for 3; else None."""
+    """Returns ``3:4`` for the answer ``3/4`` of a question about a ratio, ``3:1`` for 3; else None.
+
+    ``3:20``, which may be a time, is ``3 to 20``.
+    """
+    if _RATIO_WORD.search(question) and (clock := _CLOCK.fullmatch(answer.strip())):
+        return f"{clock[1]} to {clock[2]}"
     fraction = _FRACTION.fullmatch(answer.strip())
     if fraction is None or not _RATIO.search(question):
         return None
@@ -61,3 +188,23 @@ def without_comparisons(question: str, response: str) -> str:
 def is_comparison(answer: str) -> bool:
     """Returns True if an answer begins with a difference, such as ``72 more`` and ``72 apples too many``."""
     return bool(_BARE_COMPARISON.match(answer))
+
+
+_REASON: Final = re.compile(
+    r"(?:,\s*|\s+)?\((?:since|because|as|for)\s[^()]*\)"
+    r"|(?P<before>^[^\n]*?)(?:[,.:]\s*|\s+)(?:because|since)\b"
+    r"(?![^\n]*(?:\\boxed|####|answer|\b(?:so|thus|hence|therefore)\b))[^\n]*",
+    re.IGNORECASE | re.MULTILINE,
+)
+_MAX_WORDS_BEFORE: Final = 4
+
+
+def without_reason(response: str) -> str:
+    """Removes reasons after an answer: ``72 (since 6 * 12)`` and ``no, because 91 = 7 * 13``."""
+
+    def shortened(match: re.Match[str]) -> str:
+        before = match["before"] or ""
+        is_answer = re.search(r"\d", before) or len(before.split()) <= _MAX_WORDS_BEFORE
+        return before if is_answer or match["before"] is None else match[0]
+
+    return _REASON.sub(shortened, response)

@@ -10,7 +10,6 @@ import re
 import unicodedata
 from decimal import Decimal
 from fractions import Fraction
-from math import gcd
 from typing import Final
 
 from services.extras.math_verify.quantities import (
@@ -138,6 +137,7 @@ _DOTTED_DIGITS = re.compile(r"\\dot\{?(\d)\}?(?:(\d*)\\dot\{?(\d)\}?)?")
 _ELLIPSIS = re.compile(r"(\d*\.\d*?)(\d+?)\2+(?:\\[lc]?dots|\.\.\.|…)")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,:;! ])\s*(?=\d{3}(?!\d))")
+_GROUPED = re.compile(r"[\s$]*-?\d{1,3}(?:,\d{3})+(?:\.\d+)?[\s$]*")
 _POWER_OF_TEN = re.compile(r"(\d)[eE]([+-]?\d+)")
 _LETTER_TIMES = re.compile(r"(\d)\s*x\s*10\s*\^")
 _FUNCTION = re.compile(r"(?<![\\A-Za-z{])(ln|log|sin|cos|tan)(?=[\s(]*[\dA-Za-z\\])(?![A-Za-z]{2})")
@@ -152,6 +152,11 @@ _DIGITS_OF_BASE = re.compile(r"\((\d[\dA-Za-z]*)\)(?=\s*_)")
 _CLOCK_ZERO = re.compile(r"^0(?=\d:\d\d)")
 _DAY_COMMA = re.compile(r"^([A-Za-z]{3,9}\.?\s+\d{1,2}|\d{1,2}\s+[A-Za-z]{3,9}\.?),(?=\s*\d{4}$)")
 _TIME = re.compile(r"\d+:\d+[ap]m")
+_TIME_IN_LINE = re.compile(r"(?<![\d:.])\d{1,2}:\d\d(?![\d:])(?:\s*[ap]\.?m\b\.?)?", re.IGNORECASE)
+_CHANGES_TIME = re.compile(
+    r"\b(?:hours?|minutes?|seconds?|before|after|until|since|later|earlier|past|not|never|or)\b|n['\u2019]t\b",
+    re.IGNORECASE,
+)
 _CLOCK = re.compile(r"(\d{1,2}):(\d\d)([ap]m)?")
 _OF_FUNCTION = re.compile(r"^\s*(?:([A-Za-z])\s*\(\s*([A-Za-z])\s*\)|([yzw]))\s*=(?!=)([^=<>]+)$")
 _LONE_LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
@@ -223,6 +228,7 @@ _UNION_LETTER = re.compile(r"(?<=[\])])\s*U\s*(?=[\[(])")
 _CASES = re.compile(r"\\(?:begin|end)\s*\{(?:cases|aligned|gathered|array)\}(?:\{[lcr|]*\})?")
 _ASSIGNMENTS = re.compile(r"\s*[A-Za-z]\s*&?\s*=\s*&?[^=<>&]+")
 _ROW_END = re.compile(r",?\s*\\\\\s*")
+_EQUATION = re.compile(r"[\s$]*(?:[A-Za-z]|\d+[A-Za-z])(?:_\{?\w\}?)?\s*=\s*[^=A-Z]*[\s$]*")
 _NAMED = re.compile(r"[\s$]*([A-Za-z])\s*=")
 _TURNED = re.compile(r"^\s*([^A-Za-z=<>]+?)\s*=\s*([a-z])\s*$")
 _OTHER_VALUE = re.compile(
@@ -235,9 +241,13 @@ _PRIME = re.compile(r"(?<=\d)\s*(?:\^?\s*\{?\s*\\prime|['\N{PRIME}](?!\w))")
 _UNBOUNDED = re.compile(r"\\infty|\N{INFINITY}")
 _DOTS = re.compile(r"\\[lc]?dots|\.\.\.|\N{HORIZONTAL ELLIPSIS}")
 _DOTS_OF_DECIMAL = re.compile(r"\d*\.\d+\s*(?:\\[lc]?dots|\.\.\.|\N{HORIZONTAL ELLIPSIS})")
+_CLOSED_INFINITY = re.compile(
+    r"\\infty\s*(?:\\right)?\]|\[\s*-\s*\\infty|\N{INFINITY}\s*\]|\[\s*-\s*\N{INFINITY}"
+)
+_BARE_ITEMS = re.compile(r"[\s$]*-?[\d.]+(?:(?:\s*[,;]\s*(?:and\s+)?|\s+and\s+)-?[\d.]+)+[\s$.]*")
 _GROUP = re.compile(r"(?:\\?\{.*\\?\}|\[.*\]|\(.*\))", re.DOTALL)
 _SET_OF = re.compile(
-    r"\\\{\s*\w\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\||:|\\colon)(?![a-z])(.*[<>=].*|.*\\[lgn]e.*)\\\}"
+    r"\\?\{\s*\w\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\||:|\\colon)(?![a-z])(.*[<>=].*?|.*\\[lgn]e.*?)\\?\}"
 )
 _UNIT_IN_TEXT = re.compile(
     r"(?<=.)(?:[\s~]|\\[,;:! ])*"
@@ -266,7 +276,10 @@ _LETTER_AND_VALUE = re.compile(
     r"(?:[\s~]|\\[,;:! ]|\\q?quad)*(?![\s,;]|and\b|or\b)(\S.*)"
 )
 _OTHER_LETTER = re.compile(r"(?<![A-Za-z\\'])[B-HJ](?![A-Za-z'])")
-_OPTION = re.compile(r"^\s*(?:option|choice)\s+(?=\(?[A-J]\b)", re.IGNORECASE)
+_OPTION = re.compile(
+    r"^\s*(?:option|choice)\s+(?=\(?[A-J]\b)|(?<=[A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right)(?:\s+(?:answer|option|choice))?[\s.]*$",
+    re.IGNORECASE,
+)
 _ONE_CHOICE = re.compile(r"\s*\(?([A-J])\)?\.?\s*")
 _MAGNITUDE = re.compile(
     r"(?<=\d)(?:[\s~]|\\[,;:! ])*(\\text\w*\s*\{\s*)?(thousand|million|billion|trillion)s?\b"
@@ -294,6 +307,10 @@ _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?")
 
 def same_text(expected: str, answer: str) -> bool:
     """Returns True if two answers have the same text; one of two times may omit ``am`` or ``pm``."""
+    if _GROUPED.fullmatch(expected) and _CONJUNCTION.search(answer):
+        return False  # 1,234 is a number, "1 and 234" are two
+    if is_clock(expected) and _RATIO_WORD.search(answer):
+        return False
     shorter, longer = sorted((as_text(expected), as_text(answer)), key=len)
     if shorter == longer or (bool(_TIME.fullmatch(longer)) and longer[:-2] == shorter):
         return True
@@ -401,7 +418,7 @@ def other_value(answer: str) -> str | None:
 
 
 def has_other_form(expected: str, candidate: str) -> bool:
-    r"""Returns True if only one answer is a ratio, goes on with dots, has a prime, or is a set in braces.
+    r"""Returns True if an answer differs in form: as ratio, point or set, with dots or a prime.
 
     The library would read ``3:4`` as a fraction, ``97 \ldots`` as 97, and ``\{1, 3\}`` as the point (1, 3).
     """
@@ -410,7 +427,11 @@ def has_other_form(expected: str, candidate: str) -> bool:
         counts = [len(sign.findall(text)) for text in texts]
         if counts[1] > counts[0]:
             return True
+    if _CLOSED_INFINITY.search(candidate) and not _CLOSED_INFINITY.search(expected):
+        return True
     signs = [_group_sign(text) for text in (expected, candidate)]
+    if signs[0] in ("(", "[") and _BARE_ITEMS.fullmatch(candidate):
+        return True
     if signs[0] and _UNBOUNDED.search(candidate) and not re.search(r"[(\[<>{]|\\[lg]e", candidate):
         return True
     return "{" in signs and bool({*signs} & {"(", "["})
@@ -427,6 +448,12 @@ def _group_sign(answer: str) -> str:
         if depth == 0:
             return text[0] if index == len(text) - 1 else ""
     return ""
+
+
+def has_only_equations(line: str) -> bool:
+    """Returns True for equations such as ``x=1 or y=3``, of which no side is the answer alone."""
+    parts = [part for part in _CONJUNCTION.sub(",", line).split(",") if part.strip(" $.")]
+    return bool(parts) and all(map(_EQUATION.fullmatch, parts))
 
 
 def has_other_alternatives(expected: str, candidate: str) -> bool:
@@ -450,12 +477,18 @@ def is_enumeration(line: str) -> bool:
     return bool(_ENUMERATION.search(_SPACED_THOUSANDS.sub("0", line)))
 
 
-def is_time(answer: str) -> bool:
-    """Returns True for a time such as ``7:05`` and ``14:30``, which are no ratios in lowest terms."""
-    time = _CLOCK.fullmatch(as_text(answer))
-    if not time or int(time[1]) > 23:
-        return False
-    return bool(time[3]) or time[2][0] == "0" or gcd(int(time[1]), int(time[2])) > 1
+def is_clock(answer: str) -> bool:
+    """Returns True for a time such as ``7:05``, ``11:45`` and ``14:30``, which is no ratio."""
+    time = _CLOCK.fullmatch(as_text(answer)) if ":" in answer else None
+    return time is not None and int(time[1]) < 24 and int(time[2]) < 60
+
+
+def only_time(line: str) -> str:
+    """Returns the time in a line that has one, such as ``3:30 pm``; nothing if there are several."""
+    times = [*_TIME_IN_LINE.finditer(line)]
+    if len(times) != 1 or _CHANGES_TIME.search(line):
+        return ""
+    return times[0][0]
 
 
 def _of_day(text: str) -> set[int]:
@@ -516,6 +549,8 @@ def without_emphasis(text: str) -> str:
 
 def plain_number(answer: str) -> Fraction | None:
     r"""Returns the exact value of a decimal, also with ``\times 10^{n}``; None for any other answer."""
+    if _GROUPED.fullmatch(answer):
+        answer = answer.replace(",", "")
     joined = _SPACED_THOUSANDS.sub(lambda number: _SPACED_DIGITS.sub("", number[0]), answer)
     match = _PLAIN_NUMBER.fullmatch(without_indian_groups(as_latex(joined).strip()))
     return match and Fraction(match[1]) * Fraction(10) ** int(match[2] or 0)

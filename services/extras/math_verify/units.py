@@ -8,7 +8,16 @@ from typing import Final
 
 _SI: Final[Mapping[str, Fraction]] = {
     prefix: Fraction(10) ** exponent
-    for prefix, exponent in {"n": -9, "μ": -6, "m": -3, "c": -2, "d": -1, "k": 3, "M": 6}.items()
+    for prefix, exponent in {
+        "n": -9,
+        "μ": -6,
+        "m": -3,
+        "c": -2,
+        "d": -1,
+        "k": 3,
+        "M": 6,
+        "G": 9,
+    }.items()
 }
 _SIZES: Final[Mapping[str, tuple[tuple[str, int], Fraction]]] = {
     "m": (("length", 1), Fraction(1)),
@@ -41,6 +50,18 @@ _SIZES: Final[Mapping[str, tuple[tuple[str, int], Fraction]]] = {
     "Pa": (("pressure", 1), Fraction(1)),
     "V": (("voltage", 1), Fraction(1)),
     "mol": (("amount", 1), Fraction(1)),
+    "Wh": (("energy", 1), Fraction(3600)),
+    "cal": (("energy", 1), Fraction("4.184")),
+    "bar": (("pressure", 1), Fraction(10**5)),
+    "atm": (("pressure", 1), Fraction(101325)),
+    "ha": (("length", 2), Fraction(10**4)),
+    "acre": (("length", 2), Fraction("4046.8564224")),
+    "qt": (("length", 3), Fraction("0.000946352946")),
+    "pt": (("length", 3), Fraction("0.000473176473")),
+    "A": (("current", 1), Fraction(1)),
+    "ohm": (("resistance", 1), Fraction(1)),
+    "byte": (("information", 1), Fraction(8)),
+    "bit": (("information", 1), Fraction(1)),
 }
 """Dimension and size of each unit."""
 _DERIVED: Final[Mapping[str, tuple[int, Mapping[str, int]]]] = {
@@ -58,14 +79,17 @@ _PREFIX_WORDS: Final[Mapping[str, str]] = {
     "nano": "n",
     "micro": "μ",
     "mega": "M",
+    "giga": "G",
 }
-_PREFIXED: Final = frozenset({"m", "g", "s", "l", "J", "W", "N", "Hz", "Pa", "V", "mol"})
+_PREFIXED: Final = frozenset(
+    {"m", "g", "s", "l", "J", "W", "Wh", "cal", "bar", "A", "N", "Hz", "Pa", "V", "mol"}
+)
 _SPELLINGS: Final[Mapping[str, str]] = {
     spelling: unit
     for unit, spellings in {
         "m": ("meter", "metre"),
-        "in": ("inch", "inche"),
-        "ft": ("foot", "feet"),
+        "in": ("inch", "inche", '"', "\N{DOUBLE PRIME}"),
+        "ft": ("foot", "feet", "'", "\N{PRIME}"),
         "yd": ("yard",),
         "mi": ("mile",),
         "g": ("gram", "gm"),
@@ -80,8 +104,8 @@ _SPELLINGS: Final[Mapping[str, str]] = {
         "gal": ("gallon",),
         "deg": ("degree", "°", "^\\circ", "^{\\circ}", "\\circ", "\\degree"),
         "rad": ("radian",),
-        "celsius": ("°C", "^\\circC", "^{\\circ}C"),
-        "fahrenheit": ("°F", "^\\circF", "^{\\circ}F"),
+        "celsius": ("°C", "°Celsius", "°celsius", "^\\circC", "^{\\circ}C"),
+        "fahrenheit": ("°F", "°Fahrenheit", "°fahrenheit", "^\\circF", "^{\\circ}F"),
         "kelvin": ("K",),
         "J": ("joule",),
         "W": ("watt",),
@@ -90,6 +114,14 @@ _SPELLINGS: Final[Mapping[str, str]] = {
         "Pa": ("pascal",),
         "V": ("volt",),
         "mol": ("mole",),
+        "Wh": ("watt-hour",),
+        "cal": ("calorie", "Cal"),
+        "atm": ("atmosphere",),
+        "ha": ("hectare",),
+        "qt": ("quart",),
+        "pt": ("pint",),
+        "A": ("ampere", "amp"),
+        "ohm": ("Ω", "\\Omega"),
     }.items()
     for spelling in spellings
 }
@@ -102,7 +134,8 @@ _FONT: Final = re.compile(r"\\(?:text\w*|mathrm|mbox|operatorname)\s*\{([^{}]*)\
 _FRACTION: Final = re.compile(r"\\[dt]?frac\s*\{([A-Za-z\s]+)\}\s*\{([A-Za-z\s]+)\}")
 _QUANTITY: Final = re.compile(
     r"\s*\$?(?P<number>[-+]?[\d(.\\](?:.*?(?:[\d)}]|\\pi))?)\s*\$?(?:\s|~|\\[,;:! ])*"
-    r"(?P<unit>(?<![\^_{])(?:/\s*(?=[A-Za-z])|°|\^\s*\{?\s*\\circ\s*\}?|\\degree|[A-Za-zμ])[^\d=<>]*(?:[23][^\d=<>]*)*)",
+    r"(?P<unit>(?<![\^_{])(?:/\s*(?=[A-Za-z])|°|\^\s*\{?\s*\\circ\s*\}?|\\degree"
+    r"|[A-Za-zμΩ]|['\"\N{PRIME}\N{DOUBLE PRIME}])[^\d=<>]*(?:[23][^\d=<>]*)*)",
     re.DOTALL,
 )
 _FACTOR: Final = re.compile(r"([^\s^/*]+?)\^?\{?(-?[23])?\}?")
@@ -112,6 +145,7 @@ _MAX_CHARACTERS: Final = 200
 """Max length of a number with a unit."""
 _UNCOUNTED: Final = ("dollar", "dollars", "and")
 _SEVERAL: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z.]+)(?:\s*,\s*|\s+and\s+|\s+|$)")
+_GROUPED: Final = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _WORD: Final = re.compile(r"[A-Za-z]")
 _OF_ANGLE: Final = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp)(?![A-Za-z])")
 """Functions, whose argument has the unit that follows them."""
@@ -147,14 +181,16 @@ def split(answer: str) -> tuple[str, Unit | None]:
     number = quantity["number"] if quantity else ""
     if not quantity or _WORD.search(_COMMAND.sub("", number)) or _OF_ANGLE.search(number):
         return answer, None
-    unit = _product(quantity["unit"])
-    return (answer, None) if unit is None else (quantity["number"], unit)
+    unit = unit_of(quantity["unit"])
+    if unit is None:
+        return answer, None
+    return number.replace(",", "") if _GROUPED.fullmatch(number) else number, unit
 
 
 def _sum(text: str) -> tuple[str, Unit] | None:
     """Adds quantities such as ``2 hours and 30 minutes``; returns None if a text is anything else."""
     pieces = [*_SEVERAL.finditer(text)]
-    terms = [(Fraction(piece[1]), _product(piece[2])) for piece in pieces]
+    terms = [(Fraction(piece[1]), unit_of(piece[2])) for piece in pieces]
     if len(terms) < 2 or "".join(piece[0] for piece in pieces) != text:
         return None
     total, last = Fraction(0), terms[-1][1]
@@ -172,9 +208,10 @@ def are_angles(first: Unit, other: Unit) -> bool:
     return {first.dimension, other.dimension} == {(("angle", 1),), (("radians", 1),)}
 
 
-def _product(text: str) -> Unit | None:
+def unit_of(text: str) -> Unit | None:
+    """Returns the unit that a text names, such as ``km/h`` and ``square feet``; None for any other text."""
     text = re.sub(r"\bper\b", "/", text.replace("\\cdot", " ").replace("·", " "))
-    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?\s*|\\degree\s*|\bdegrees?\s+(?=[CF])", "°", text)
+    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?\s*|\\degree\s*|\bdegrees?\s+(?=[CFcf])", "°", text)
     text = re.sub(r"\\[,;:! ]|[~$]", " ", text)
     text = re.sub(r"\b(?:square|sq\.?)\s+([A-Za-z]+)", r"\1^2", text)
     text = re.sub(r"\b(?:cubic|cu\.?)\s+([A-Za-z]+)", r"\1^3", text)
@@ -205,7 +242,7 @@ def _unit(name: str) -> Unit | None:
     for spelling in (name, name.casefold()):
         for singular in (spelling, spelling.removesuffix("s")):
             if singular in _COMPOUND:
-                return _product(_COMPOUND[singular])
+                return unit_of(_COMPOUND[singular])
             symbol = _SPELLINGS.get(singular, singular)
             if symbol in _SIZES:
                 dimension, size = _SIZES[symbol]

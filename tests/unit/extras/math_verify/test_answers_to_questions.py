@@ -1,4 +1,4 @@
-"""Tests of ``math_verify`` with 828 right and 1277 wrong answers, some of which depend on the question."""
+"""Tests of ``math_verify`` with 1385 right and 2021 wrong answers, some of which depend on the question."""
 
 import json
 from itertools import groupby
@@ -32,7 +32,7 @@ def test_right_answers_score_1_and_wrong_ones_0(kind: str) -> None:
     [
         ("How many apples are left?", "72", "72%", 0.0),
         ("What per cent of the apples is left?", "72", "72%", 1.0),
-        ("What is 25\\% of 288?", "72", "\\boxed{72\\%}", 1.0),
+        ("What is 25\\% of 288?", "72", "\\boxed{72\\%}", 0.0),
         ("What per cent of the apples is left?", "25\\%", "0.25%", 0.0),
         ("What is the probability?", "\\frac12", "1:2", 0.0),
         ("What is the ratio of a to b?", "\\frac12", "1:2", 1.0),
