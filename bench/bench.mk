@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-abuse bench-bits bench-long-run bench-abuse-memory bench-page bench-samples bench-silence bench-start bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-fp8 bench-joins bench-trainer bench-trainer-peer bench-rollout bench-reply-formats bench-episodes bench-sandboxes bench-replay bench-replay-gpu bench-weightsync bench-recovery bench-objects bench-scaling
+.PHONY: bench-abuse bench-bits bench-cheats bench-long-run bench-abuse-memory bench-page bench-samples bench-silence bench-start bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-fp8 bench-joins bench-trainer bench-trainer-peer bench-rollout bench-reply-formats bench-episodes bench-sandboxes bench-replay bench-replay-gpu bench-weightsync bench-recovery bench-objects bench-scaling
 bench-dataplane: $(READY) ## Data plane against its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -90,6 +90,9 @@ bench-pace: $(READY) ## Speed of a run with a real controller and simulated GPUs
 
 bench-bits: $(READY) ## 20 steps of sort4 in CHECKOUT and here, equal to the bit; minutes (CHECKOUT=folder of a worktree)
 	$(BIN)/python -m bench.bits $(CHECKOUT) $(OPTIONS)
+
+bench-cheats: $(READY) ## Every cheat on every form of tests of programs, minutes (OPTIONS='--every 60' for a sample)
+	$(BIN)/python -m bench.cheats $(OPTIONS)
 
 bench-abuse-memory: $(READY) ## Cost of 1,000 unauthenticated connections to each port, ten minutes (OPTIONS=--smoke for one)
 	$(BIN)/python -m bench.abuse.memory $(OPTIONS)

@@ -354,10 +354,30 @@ JUDGED = {
 }
 
 
-@pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
-@pytest.mark.parametrize(("answer", "row"), JUDGED.values(), ids=JUDGED)
-def test_a_program_that_cheats_earns_nothing(cheat: str, answer: Any, row: dict[str, Any]) -> None:
-    assert code_tests("", f"```python\n{cheat}\n```", answer, row, seconds=1.0) == 0.0
+def adapted(cheat: str, program: str) -> str:
+    """Returns a cheat on ``mul`` with the names, or the standard input, of a form's right program."""
+    if program == STDIN:
+        return f"{cheat}\ntry: print(mul(*map(int, input().split())))\nexcept EOFError: pass"
+    if "class Solution" in program:
+        return f"{cheat}\nclass Solution:\n    def mul(self, *a, **k): return mul(*a, **k)\n    double = mul"
+    return f"{cheat}\nsum = mul" if "def sum" in program else cheat
+
+
+SAMPLE = [
+    (f"{cheat} on {form}", cheat, form)
+    for number, cheat in enumerate(CHEATS)
+    for form in [[*FORMS][number * 7 % len(FORMS)], [*FORMS][(number * 5 + 3) % len(FORMS)]]
+]
+"""Two forms for each cheat; ``python -m bench.cheats`` tries every cheat on every form."""
+
+
+@pytest.mark.parametrize(
+    ("cheat", "form"), [case[1:] for case in SAMPLE], ids=[case[0] for case in SAMPLE]
+)
+def test_a_program_that_cheats_earns_nothing(cheat: str, form: str) -> None:
+    answer, program, row = FORMS[form]
+    response = f"```python\n{adapted(CHEATS[cheat], program)}\n```"
+    assert code_tests("", response, answer, row, seconds=1.0) == 0.0
 
 
 @pytest.mark.parametrize(
