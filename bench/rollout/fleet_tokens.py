@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,6 +203,8 @@ def _model() -> Qwen2Config:
 class _Engine:
     """Stands for vLLM's ``AsyncLLM``, with the parts that the middleware uses."""
 
+    make_parameters = SimpleNamespace
+
     def __init__(self, steps_per_s: float, max_running: int) -> None:
         self._step_s = 1.0 / steps_per_s
         self._held: dict[str, list[int]] = {}
@@ -289,10 +291,6 @@ class _Engine:
 
 def _serve(port: int, steps_per_s: float, max_running: int) -> None:
     """Serves until the process is killed."""
-    package, parameters = ModuleType("vllm"), ModuleType("vllm.sampling_params")
-    package.__dict__["SamplingParams"] = SimpleNamespace
-    parameters.__dict__["RequestOutputKind"] = SimpleNamespace(DELTA=1)
-    sys.modules |= {"vllm": package, "vllm.sampling_params": parameters}
 
     async def serve() -> None:
         engine = _Engine(steps_per_s, max_running)

@@ -34,7 +34,6 @@ from services.extras.fleets.protocol import SCHEDULER
 from services.extras.fleets.server import FleetMember
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.torch.engine import TorchEngine
-from tests.helpers.vllm_names import vllm_modules
 
 _BATCH = 8
 """Tokens that a request's line has, but for the last one."""
@@ -46,6 +45,8 @@ class EngineClient:
     Args:
         engine: The engine, which runs in the same event loop.
     """
+
+    make_parameters = SimpleNamespace
 
     def __init__(self, engine: TorchEngine, config: Any) -> None:
         self.engine = engine
@@ -193,7 +194,6 @@ async def _health(request: Request) -> Response:
 
 def main() -> None:
     """Serves a specification's model with random weights until it is killed."""
-    sys.modules |= vllm_modules()
     port, path, token = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     spec = load_spec(path)
     config = load_config(spec.model, load_tokenizer(spec.model))

@@ -147,13 +147,10 @@ class VllmTokens:
 
     def _request(self, name: str, body: Mapping[str, Any]) -> Any:
         """Returns vLLM's form of a request. Raises RefusedError."""
-        from vllm import SamplingParams  # only a server has vLLM
-        from vllm.sampling_params import RequestOutputKind
-
         try:
-            parameters = SamplingParams(
-                **{**body["sampling_params"], "output_kind": RequestOutputKind.DELTA}
-            )
+            # Engines that stand for vLLM have parameters of their own.
+            make_parameters = getattr(self._engine, "make_parameters", _vllm_parameters)
+            parameters = make_parameters(**body["sampling_params"])
             prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": [*body["token_ids"]]}
             if body.get("cache_salt"):
                 prompt["cache_salt"] = str(body["cache_salt"])
@@ -235,3 +232,11 @@ class _TokenStream:
 async def _client_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _vllm_parameters(**parameters: Any) -> Any:
+    """Returns vLLM's parameters of a request, whose outputs have only the tokens after the last output."""
+    from vllm import SamplingParams  # only a server has vLLM
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(**{**parameters, "output_kind": RequestOutputKind.DELTA})

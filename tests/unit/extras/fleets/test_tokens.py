@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -24,7 +23,6 @@ from services.extras.fleets.protocol import CUT, GENERATE, LOAD, SCHEDULER
 from services.extras.fleets.vllm_tokens import VllmTokens
 from services.rollout.engines.base import GenerationResult
 from tests.helpers.engines import request, until
-from tests.helpers.vllm_names import vllm_modules
 from tests.unit.extras.fleets.servers import (
     TOKEN,
     FakeEngine,
@@ -40,6 +38,8 @@ Result = TypeVar("Result")
 
 class TokenEngine(FakeEngine):
     """Engine with the parts of vLLM's ``AsyncLLM`` that token lines use; it batches two tokens."""
+
+    make_parameters = SimpleNamespace
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,9 +164,7 @@ class TokenServer(FakeServer):
 
 
 @pytest.fixture(autouse=True)
-def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in vllm_modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "_PROBE_EVERY_S", 0.05)
     monkeypatch.setattr(stream_module, "_RETRY_S", 0.01)
 
