@@ -1,24 +1,31 @@
 """Measures four runs with LoRA adapters that share one of vLLM's servers on the CPU.
 
-Usage: PYTHON -m bench.rollout.fleet_shares [--rounds 3] [--seconds 15] [--out FILE.json]
+Usage: PYTHON -m bench.rollout.fleet_shares [--rounds 3] [--seconds 15] [--loads one four] [--out FILE.json]
 
 ``PYTHON`` is that of an environment with vLLM's CPU build; see ``tests/engines/run.sh``. Rounds alternate
-between the loads, so that a busy host slows all of them down.
+between the loads, so that a busy host slows all of them down. Results of loads that are not measured stay in
+an earlier file. The run that is deleted or killed is another process; the others are measured for 30 s
+before and 30 s after, in which a killed run's session expires.
 
 Bars: four runs sample >= 0.9 of the tokens/s of one run with as many requests; tokens within 10 % of the
-shares; a flood delays the responses of the others by <= 20 %.
+shares; a flood, a deletion and a kill of one run delay the responses of the others by <= 20 %.
 """
 
 import argparse
 import asyncio
+import itertools
+import json
+import multiprocessing
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +52,16 @@ _LENGTHS = (24, 72)
 _FLOOD = 10
 """Times the requests of a run that floods."""
 _SHARES = (1.0, 1.0, 2.0, 4.0)
+_AROUND_S = 30.0
+"""Seconds before the end of a run, and after it."""
+_LOADS: Mapping[str, Sequence[tuple[float, int]]] = {
+    "one": [(1.0, _SLOTS)],
+    "four": [(1.0, _SLOTS // _RUNS)] * _RUNS,
+    "shares": [(share, _SLOTS) for share in _SHARES],
+    "flood": [(1.0, _FLOOD * _SLOTS), *[(1.0, _SLOTS // _RUNS)] * (_RUNS - 1)],
+}
+"""Share and requests at once of each run."""
+_ENDS = ("deleted", "killed")
 _SUM, _TOLERANCE, _DELAY = 0.9, 0.1, 1.2
 _VOCAB = 512
 
@@ -63,7 +80,16 @@ def _config() -> Qwen2Config:
     )
 
 
-def _adapters(model: Qwen2ForCausalLM, seed: int) -> dict[str, Tensor]:
+def base_model() -> Qwen2ForCausalLM:
+    """Returns the model of the server."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Qwen2ForCausalLM(_config())
+
+
+def adapters(seed: int) -> dict[str, Tensor]:
+    """Returns the adapters of a run, and the digest of their base."""
+    model = base_model()
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, value in model.named_parameters():
@@ -115,7 +141,7 @@ class Load:
 
 @asynccontextmanager
 async def _attached(
-    server: LocalServer, run: str, share: float, sent: Mapping[str, Tensor], running: int
+    servers: Mapping[str, Any], run: str, share: float, sent: Mapping[str, Tensor], running: int
 ) -> AsyncIterator[FleetEngine]:
     config = EngineConfig(
         config=_config(),
@@ -123,7 +149,7 @@ async def _attached(
         device=torch.device("cpu"),
         max_running=running,
         adds_adapters=True,
-        arguments={**engine_arguments([server]), "share": share, "max_model_len": 256},
+        arguments={**servers, "share": share, "max_model_len": 256},
         reach=AddressPolicy(("127.0.0.1",)),
         worker=f"{run}/rollout-0",
     )
@@ -138,7 +164,7 @@ async def _attached(
 
 
 async def measure(
-    server: LocalServer,
+    servers: Mapping[str, Any],
     sent: Sequence[Mapping[str, Tensor]],
     loads: Sequence[tuple[float, int]],
     *,
@@ -149,49 +175,100 @@ async def measure(
     async with AsyncExitStack() as stack:
         started = []
         for number, (share, concurrency) in enumerate(loads):
-            attached = _attached(server, f"run{number}", share, sent[number], concurrency)
+            attached = _attached(servers, f"run{number}", share, sent[number], concurrency)
             started.append(Load(await stack.enter_async_context(attached), concurrency))
         async with TaskGroup() as tasks:
             draws = random.Random(seed)
             keeping = [tasks.create_task(load.keep(draws)) for load in started]
             await asyncio.sleep(seconds / 3)
-            for load in started:
-                load.begin()
-            began_at = time.monotonic()
-            await asyncio.sleep(seconds)
-            took_s = time.monotonic() - began_at
-            tokens = [load.num_tokens for load in started]
-            token_s = [statistics.fmean(load.seconds or [took_s]) for load in started]
+            result = await _window(started, seconds)
             for task in keeping:
                 task.cancel()
+    return result
+
+
+async def _window(loads: Sequence[Load], seconds: float) -> dict[str, Any]:
+    """Measures all loads for some seconds."""
+    for load in loads:
+        load.begin()
+    began_at = time.monotonic()
+    await asyncio.sleep(seconds)
+    took_s = time.monotonic() - began_at
     return {
-        "tokens_s": [round(number / took_s, 1) for number in tokens],
-        "token_s": [round(value, 4) for value in token_s],
+        "tokens_s": [round(load.num_tokens / took_s, 1) for load in loads],
+        "token_s": [round(statistics.fmean(load.seconds or [took_s]), 4) for load in loads],
     }
+
+
+async def measure_end(
+    servers: Mapping[str, Any], sent: Sequence[Mapping[str, Tensor]], how: str, *, seed: int
+) -> dict[str, Any]:
+    """Measures three runs before and after the fourth one, a process, is deleted or killed."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run_until_told, args=(servers, theirs), daemon=True)
+    process.start()
+    try:
+        async with AsyncExitStack() as stack, TaskGroup() as tasks:
+            others = []
+            for number in range(1, _RUNS):
+                attached = _attached(servers, f"run{number}", 1.0, sent[number], _SLOTS // _RUNS)
+                others.append(Load(await stack.enter_async_context(attached), _SLOTS // _RUNS))
+            draws = random.Random(seed)
+            keeping = [tasks.create_task(load.keep(draws)) for load in others]
+            await asyncio.to_thread(ours.recv)  # the run sends its requests now
+            await asyncio.sleep(_AROUND_S / 3)
+            before = await _window(others, _AROUND_S)
+            if how == "killed":
+                process.kill()
+            else:
+                ours.send("end")
+            after = await _window(others, _AROUND_S)
+            for task in keeping:
+                task.cancel()
+    finally:
+        await asyncio.to_thread(process.join, _AROUND_S)
+        process.kill()
+    return {"before": before, "after": after}
+
+
+def _run_until_told(servers: Mapping[str, Any], line: Connection) -> None:
+    """Keeps a run's requests at the server until the other end of a pipe says otherwise."""
+
+    async def keep() -> None:
+        load = _SLOTS // _RUNS
+        async with (
+            _attached(servers, "run0", 1.0, adapters(0), load) as engine,
+            TaskGroup() as tasks,
+        ):
+            keeping = tasks.create_task(Load(engine, load).keep(random.Random(0)))
+            line.send("begun")
+            await asyncio.to_thread(line.recv)
+            keeping.cancel()
+
+    asyncio.run(keep())
 
 
 def _alternate(
-    server: LocalServer, sent: Sequence[Mapping[str, Tensor]], *, rounds: int, seconds: float
+    server: LocalServer, names: Sequence[str], *, rounds: int, seconds: float
 ) -> dict[str, list[dict[str, Any]]]:
-    each = _SLOTS // _RUNS
-    loads = {
-        "one": [(1.0, _SLOTS)],
-        "four": [(1.0, each)] * _RUNS,
-        "shares": [(share, _SLOTS) for share in _SHARES],
-        "flood": [(1.0, _FLOOD * _SLOTS), *[(1.0, each)] * (_RUNS - 1)],
-    }
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in loads}
+    servers, sent = engine_arguments([server]), [adapters(seed) for seed in range(_RUNS)]
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for number in range(rounds):
-        for name, load in loads.items():
-            result = asyncio.run(measure(server, sent, load, seconds=seconds, seed=number))
-            results[name].append(result)
-            print(name, result, flush=True)
+        for name in names:
+            measuring = (
+                measure_end(servers, sent, name, seed=number)
+                if name in _ENDS
+                else measure(servers, sent, _LOADS[name], seconds=seconds, seed=number)
+            )
+            results[name].append(asyncio.run(measuring))
+            print(name, results[name][-1], flush=True)
     return results
 
 
 def summary(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """Compares the loads; each ratio is a median over rounds."""
-    sums = {name: [sum(row["tokens_s"]) for row in rows] for name, rows in results.items()}
+    sums = {name: [sum(row["tokens_s"]) for row in results[name]] for name in ("one", "four")}
     ratio = statistics.median(
         four / one for four, one in zip(sums["four"], sums["one"], strict=True)
     )
@@ -207,13 +284,27 @@ def summary(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any
         )
         for run in range(1, _RUNS)
     ]
+    ends = {
+        f"{how}_delay": [
+            round(
+                statistics.median(
+                    row["after"]["token_s"][run] / row["before"]["token_s"][run]
+                    for row in results[how]
+                ),
+                3,
+            )
+            for run in range(_RUNS - 1)
+        ]
+        for how in _ENDS
+    }
     return {
         "sum_against_one_run": round(ratio, 3),
         "tokens_against_share": [round(value, 3) for value in of_shares],
         "flood_delay": [round(value, 3) for value in delays],
+        **ends,
         "meets_bars": ratio >= _SUM
         and all(abs(value - 1) <= _TOLERANCE for value in of_shares)
-        and all(value <= _DELAY for value in delays),
+        and all(value <= _DELAY for value in (*delays, *itertools.chain(*ends.values()))),
     }
 
 
@@ -221,18 +312,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=15)
+    names = (*_LOADS, *_ENDS)
+    parser.add_argument("--loads", nargs="+", choices=names, default=names)
     parser.add_argument("--out", type=Path, default=Path("bench/results/fleet-shares.json"))
     arguments = parser.parse_args()
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(_config()).eval()
-    sent = [_adapters(model, seed) for seed in range(_RUNS)]
     options = ("--dtype", "float32", "--max-model-len", "256", "--max-num-batched-tokens", "2048")
     limits = ("--max-num-seqs", str(_SLOTS), "--kv-cache-memory-bytes", str(64 << 20))
-    adapters = ("--enable-lora", "--max-loras", str(_RUNS), "--max-lora-rank", str(_RANK))
+    of_runs = ("--enable-lora", "--max-loras", str(_RUNS), "--max-lora-rank", str(_RANK))
     with tempfile.TemporaryDirectory() as name:
-        model.save_pretrained(name)
-        with local_servers(LocalVllm, Path(name), 1, *options, *limits, *adapters) as (server,):
-            results = _alternate(server, sent, rounds=arguments.rounds, seconds=arguments.seconds)
+        base_model().save_pretrained(name)
+        with local_servers(LocalVllm, Path(name), 1, *options, *limits, *of_runs) as (server,):
+            measured = _alternate(
+                server, arguments.loads, rounds=arguments.rounds, seconds=arguments.seconds
+            )
+    earlier = json.loads(arguments.out.read_text())["rounds"] if arguments.out.exists() else {}
+    results = {**earlier, **measured}
+    if missing := [name for name in names if name not in results]:
+        sys.exit(f"{arguments.out} has no results of {', '.join(missing)}: measure these too")
     report_to(
         arguments.out,
         {
