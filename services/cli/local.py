@@ -12,7 +12,6 @@ import math
 import os
 import secrets
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, MutableMapping, Sequence
@@ -24,6 +23,7 @@ from typing import Protocol
 import psutil
 
 from services.cli.output import REPEAT_EVERY_S, errors, print_line
+from services.cli.prepared import PreparedProcess
 from services.cli.state_directory import known_token, lock_state_directory, process_folder
 from services.common.callables import load_callable
 from services.common.host import free_port
@@ -31,7 +31,8 @@ from services.common.launchers import LAUNCHERS
 from services.common.parent import module_command
 from services.common.security.issuer import create_authority
 from services.common.task_group import TaskGroup
-from services.controller.launch.worker_process import AdoptedProcess, last_lines
+from services.controller.launch.process import begin_imports
+from services.controller.launch.worker_process import last_lines
 
 _START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 6.0
@@ -67,25 +68,6 @@ class _Process(Protocol):
         """Waits until it has ended."""
 
 
-class _PreparedProcess:
-    """Process that was started before the event loop and has begun its imports."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self._end = AdoptedProcess(process.pid)
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.poll()
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    async def wait(self) -> int:
-        await self._end.wait()
-        return self._process.wait()
-
-
 def write_bytecode() -> None:
     """Lets this process and its children write bytecode if large packages have none.
 
@@ -98,7 +80,7 @@ def write_bytecode() -> None:
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
-PreparedServices = MutableMapping[str, "subprocess.Popen[bytes]"]
+PreparedServices = MutableMapping[str, PreparedProcess]
 """Prepared processes that are not in use yet, by service."""
 
 
@@ -112,19 +94,13 @@ def prepared_services(launcher: str = "process") -> Iterator[PreparedServices]:
     prepared: PreparedServices = {}
     try:
         for name in _SERVICES if sys.platform == "linux" and launcher == "process" else ():
-            prepared[name] = subprocess.Popen(  # noqa: S603 -- a module of this project
-                module_command("services.common.prepared", f"services.{name}"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                umask=_UMASK,
-            )
+            # The longest imports, those of workers, come first.
+            before = begin_imports if name == "controller" else None
+            prepared[name] = PreparedProcess(f"services.{name}", umask=_UMASK, before=before)
         yield prepared
     finally:
         for process in prepared.values():
             process.kill()
-            process.wait()
 
 
 @dataclass(slots=True)
@@ -138,7 +114,7 @@ class _Service:
     num_restarts: int = 0
     told_at: float = -math.inf
     """Time of the last message about a restart."""
-    prepared: "subprocess.Popen[bytes] | None" = None
+    prepared: PreparedProcess | None = None
     """Process for the first start, which has begun its imports."""
     process: _Process | None = None
 
@@ -339,14 +315,11 @@ async def _start(service: _Service) -> dict[str, str]:
 async def _started_process(service: _Service, environment: Mapping[str, str]) -> _Process:
     prepared, service.prepared = service.prepared, None
     if prepared is not None:
-        assert prepared.stdin is not None
-        command = {"environment": environment, "log": str(service.log)}
         # If the prepared process has ended, a new process replaces it and logs the reason.
-        with suppress(BrokenPipeError, ProcessLookupError):
-            prepared.stdin.write(json.dumps(command).encode() + b"\n")
-            prepared.stdin.flush()
-            if prepared.poll() is None:
-                return _PreparedProcess(prepared)
+        with suppress(OSError):
+            prepared.run(environment, service.log)
+            if prepared.returncode is None:
+                return prepared
     with service.log.open("ab") as output:
         return await asyncio.create_subprocess_exec(
             *module_command(f"services.{service.name}"),

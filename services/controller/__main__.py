@@ -43,7 +43,6 @@ from services.controller.api.rpc import RUN_SERVICE, run_servicer, run_users
 from services.controller.api.run_api import RunApi
 from services.controller.api.run_page import PageLinks, add_page_links, with_run_page
 from services.controller.fleets import Fleets
-from services.controller.launch.process import begin_imports
 from services.controller.manager.audit import RunAudit
 from services.controller.manager.launchers import LauncherArgs, open_launcher
 from services.controller.manager.logs import RunLogs
@@ -300,11 +299,6 @@ def _open_users(settings: ControllerSettings, tokens: TokenStore) -> Authenticat
             )
         )
     return Authenticators(authenticators)
-
-
-def prepare() -> None:
-    """Starts the imports of workers, while this process waits for its environment."""
-    begin_imports()
 
 
 def main() -> None:

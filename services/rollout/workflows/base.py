@@ -30,7 +30,6 @@ from services.rollout.engines.base import (
     OnTokens,
 )
 from services.rollout.failures import CallError, GroupError
-from services.rollout.sandbox.pool import EpisodeSandbox
 from services.rollout.workflows.turns import (
     NOTHING_SAMPLED,
     Conversation,
@@ -50,6 +49,7 @@ from services.rollout.workflows.turns import (
 
 if TYPE_CHECKING:
     from services.rollout.data.images import ImageReader
+    from services.rollout.sandbox.pool import EpisodeSandbox
     from services.wire.data.model_inputs import ModelInputs
 
 
