@@ -3,6 +3,7 @@
 import json
 import shutil
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,8 +12,8 @@ import pytest
 
 from services.extras.objects.connection import ObjectFolder
 from services.extras.objects.layout import stored_checkpoints
-from tests.helpers.cli import slipstream, train
-from tests.helpers.s3 import environment, needs_s3, new_bucket, s3_server
+from tests.helpers.cli import slipstream, started, train
+from tests.helpers.s3 import Relay, environment, needs_s3, new_bucket, s3_server
 
 pytestmark = [needs_s3, pytest.mark.timeout(400)]
 
@@ -118,3 +119,33 @@ def test_record_and_samples_are_read_from_the_bucket_after_the_disk_was_lost(
     refused = slipstream("samples", run.folder.name, "--export", f"{bucket}-absent/a.jsonl", *state)
     assert refused.code == 1
     assert "absent/a.jsonl" in refused.err
+
+
+def message_of(state: Path, event: str) -> str:
+    """Waits for an event of the only run; returns its message."""
+    end = time.monotonic() + 120
+    with closing(sqlite3.connect(state / "slipstream.db")) as connection:
+        query = "SELECT message FROM events WHERE type = ?"
+        while (row := connection.execute(query, (event,)).fetchone()) is None:
+            assert time.monotonic() < end, f"no {event} among {event_types(state)}"
+            time.sleep(0.2)
+    return str(row[0])
+
+
+def test_a_run_tells_why_its_samples_are_not_uploaded_and_when_they_are_again(
+    plumbing, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with s3_server() as port, Relay(port) as relay:
+        for name, value in environment(relay.port).items():
+            monkeypatch.setenv(name, value)
+        samples = f"samples.directory={new_bucket(port)}/samples"
+        settings = ("--set", samples, "--set", "trainer.steps=100000")
+        command = ("run", plumbing, "--state-directory", tmp_path / "one", *settings)
+        with started(*command, until=r"step +2/") as (process, _):
+            relay.set("refuse")
+            assert "cannot upload samples for" in message_of(
+                tmp_path / "one", "SampleUploadFailing"
+            )
+            relay.set("forward")
+            message_of(tmp_path / "one", "SampleUploadResumed")
+            process.terminate()
