@@ -268,6 +268,8 @@ def _queue_settings(host: str, folder: Path, state_directory: Path) -> dict[str,
         "SAMPLE_FOLDER": f"{state_directory}/{SAMPLE_FOLDER}",
         # Workers of this user share the service's memory, but other users can reach its port too.
         "USE_CURVE": "true",
+        # Most runs on one machine use a small part of it, and its allocation would delay their start.
+        "ALLOCATE_AT_START": "false",
     }
 
 

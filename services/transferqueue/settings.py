@@ -30,7 +30,9 @@ class TransferQueueSettings(KeySettings):
     shard_id: str = "shard-0"
     """Name of this process's storage shard; stable over restarts."""
     capacity_bytes: int = Field(1 << 30, ge=1 << 20)
-    """Memory for samples, allocated at start so that puts never wait for page faults."""
+    """Size of the memory for samples."""
+    allocate_at_start: bool = True
+    """Allocates the memory at the start, so that no put waits for page faults; otherwise as it is used."""
     spill_bytes: int = Field(0, ge=0)
     """Disk space for the oldest samples when the memory is full; 0 makes producers wait instead."""
     spill_folder: Path = Path(tempfile.gettempdir())

@@ -1,4 +1,4 @@
-"""Blobs of one shard in pre-faulted shared memory: space is reserved, written, sealed, read, and freed."""
+"""Blobs of one shard in shared memory: space is reserved, written, sealed, read, and freed."""
 
 import logging
 import mmap
@@ -31,9 +31,12 @@ class Arena:
         capacity_bytes: Size; rounded up to whole pages.
         path: File that backs the arena, for space that the kernel may move out of memory; it is
             unlinked at once so that it disappears with the process. None keeps the arena in memory.
+        is_populated: Whether memory is allocated at once.
     """
 
-    def __init__(self, capacity_bytes: int, path: Path | None = None) -> None:
+    def __init__(
+        self, capacity_bytes: int, path: Path | None = None, *, is_populated: bool = False
+    ) -> None:
         pages = -(-capacity_bytes // mmap.PAGESIZE)
         self.capacity_bytes = pages * mmap.PAGESIZE
         self.is_memory = path is None
@@ -43,7 +46,7 @@ class Arena:
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             path.unlink()
         os.ftruncate(self.fd, self.capacity_bytes)
-        populate = mmap.MAP_POPULATE if self.is_memory else 0
+        populate = mmap.MAP_POPULATE if is_populated else 0
         self._map = mmap.mmap(self.fd, self.capacity_bytes, flags=mmap.MAP_SHARED | populate)
         self.memory = memoryview(self._map)
         self.used_bytes = 0

@@ -626,7 +626,7 @@ async def storage_shard(
         instance_id=instance_id,
     )
     async with AsyncExitStack() as stack:
-        arena = Arena(settings.capacity_bytes)
+        arena = Arena(settings.capacity_bytes, is_populated=settings.allocate_at_start)
         storage = _storage(settings, shard, arena)
         puts = Writer(settings.shard_id, storage, index)
         plane = DataPlane(storage, puts, clients)

@@ -37,6 +37,14 @@ def ref(blob_id: int, data: bytes) -> BlobRef:
     return BlobRef(shard_id="s", blob_id=blob_id, size_bytes=len(data), checksum=checksum(data))
 
 
+@pytest.mark.parametrize(("is_populated", "allocated"), [(True, 1 << 20), (False, 4096)])
+def test_memory_is_allocated_at_once_or_as_it_is_used(is_populated: bool, allocated: int) -> None:
+    arena = Arena(1 << 20, is_populated=is_populated)
+    arena.memory[:3] = b"abc"
+    assert os.fstat(arena.fd).st_blocks * 512 == allocated
+    arena.close()
+
+
 async def test_sealed_bytes_can_be_read() -> None:
     target = storage()
     blob_id = await store(target, b"hello")

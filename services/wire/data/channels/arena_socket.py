@@ -159,7 +159,7 @@ def open_arena(path: str, *, instance_id: str) -> tuple[mmap.mmap, socket.socket
             peer.connect(short)
         name, fds, _, _ = socket.recv_fds(peer, _MAX_NAME_BYTES, 1)
         if name.decode(errors="replace") == instance_id and len(fds) == 1:
-            memory = mmap.mmap(fds[0], 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            memory = mmap.mmap(fds[0], 0)
             peer.setblocking(False)
             return memory, peer
     except OSError:
