@@ -35,6 +35,8 @@ MARK: Final = "<image>"
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 _MAX_DECODED_PIXELS: Final = 64 << 20
 """Max pixels of an image before it is scaled down: a few bytes may decode to gigabytes."""
+_MAX_SIDE: Final = 1 << 16
+"""Max width and height; each row takes memory of its own, however short it is."""
 _MAX_BYTE: Final = 255
 # Held while an image is in memory at its full size, because many prompts are read at once.
 _DECODING: Final = threading.Lock()
@@ -193,11 +195,11 @@ class ImageReader:
         """
         try:
             image = self._opened(source, folder, name)
-            if image.width * image.height > _MAX_DECODED_PIXELS:
+            if image.width * image.height > _MAX_DECODED_PIXELS or max(image.size) > _MAX_SIDE:
                 raise refused_prompt(
                     "image_too_large",
-                    f"{name} has {image.width} x {image.height} pixels, more than {_MAX_DECODED_PIXELS:,}; "
-                    "scale it down",
+                    f"{name} has {image.width} x {image.height} pixels, more than {_MAX_DECODED_PIXELS:,}, "
+                    f"or {_MAX_SIDE:,} on a side; scale it down",
                 )
             with _DECODING:
                 upright = _as_shown(image)

@@ -49,10 +49,11 @@ def png(width: int = 16, height: int = 16, color: str = "red") -> bytes:
     return buffer.getvalue()
 
 
-def bomb(side: int = 100_000) -> bytes:
+def bomb(width: int = 100_000, height: int = 100_000) -> bytes:
     """Returns a PNG of a few bytes whose header declares a large image, by default of 10 gigapixels."""
     content = png()
-    header = content[12:16] + side.to_bytes(4, "big") * 2 + content[24:29]
+    sides = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    header = content[12:16] + sides + content[24:29]
     return content[:12] + header + zlib.crc32(header).to_bytes(4, "big") + content[33:]
 
 
@@ -127,6 +128,8 @@ _BAD: dict[str, tuple[Any, str]] = {
     "a number": ([5], "image_invalid"),
     "no base64": (["data:image/png;base64,&&"], "image_invalid"),
     "a bomb": ([bomb()], "image_too_large"),
+    "a bomb of short rows": ([bomb(1, 60_000_000)], "image_too_large"),
+    "a bomb of one row": ([bomb(60_000_000, 1)], "image_too_large"),
     "too many bytes": ([png() + b"0" * 5000], "image_too_large"),
     "too many": ([png()] * 3, "too_many_images"),
     "a thin one": ([png(3000, 1)], "image_invalid"),
@@ -354,7 +357,7 @@ def test_an_image_is_turned_upright(kind: str, is_file: bool) -> None:
 
 
 def test_a_large_image_of_a_dataset_is_refused_before_it_is_decoded() -> None:
-    image = Image.open(io.BytesIO(bomb(9000)))
+    image = Image.open(io.BytesIO(bomb(9000, 9000)))
     with pytest.raises(GroupError) as error:
         _Reader().pixels(image)
     assert error.value.reason == "image_too_large"
