@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 History = Literal["template", "recorded"]
 _Result = TypeVar("_Result")
 # Their tokens take a few milliseconds; those of longer texts would delay all episodes of the process.
+_MAX_STOP_TEXTS = 256
+"""Max stop texts of a request; each token of its replies is compared with all of them."""
 _LONG_CHARACTERS = 20_000
 
 
@@ -195,6 +197,7 @@ class EpisodeRecord:
             rest, continues = prompt.removeprefix(seen_text), earlier is not None
             new_tokens = await _computed(partial(self._encoded, rest, continues=continues), request)
         else:
+            self._check_ids(prompt, "prompt")
             conversations = [*self._texts, *self._chats]
             earlier = _longest(
                 conversations, lambda conversation: _begins(prompt, token_ids(conversation.turns))
@@ -386,19 +389,26 @@ class EpisodeRecord:
         self, request: ChatRequest | CompletionRequest
     ) -> tuple[tuple[str, ...], frozenset[int]]:
         """Returns texts and tokens that end the reply, in addition to the episode's."""
-        tokenizer = self._episode.tokenizer
         ids = frozenset(request.stop_token_ids or ())
-        if unknown := [token_id for token_id in ids if not 0 <= token_id < tokenizer.vocab_size]:
+        self._check_ids(ids, "stop_token_ids")
+        if (count := len(request.stop_texts)) > _MAX_STOP_TEXTS:
             raise invalid(
-                f"stop_token_ids has {unknown[0]}, but the model has tokens 0 to "
-                f"{tokenizer.vocab_size - 1}; use some of these",
-                param="stop_token_ids",
+                f"stop has {count:,} texts, more than {_MAX_STOP_TEXTS}; send fewer", param="stop"
             )
         try:
-            texts, special_ids = split_stop_texts(request.stop_texts, tokenizer)
+            texts, special_ids = split_stop_texts(request.stop_texts, self._episode.tokenizer)
         except ValueError as error:
             raise invalid(str(error), param="stop") from error
         return texts, special_ids | ids
+
+    def _check_ids(self, ids: Iterable[int], param: str) -> None:
+        size = self._episode.tokenizer.vocab_size
+        unknown_id = next((token_id for token_id in ids if not 0 <= token_id < size), None)
+        if unknown_id is not None:
+            raise invalid(
+                f"{param} has {unknown_id}, but the model has tokens 0 to {size - 1}; use some of these",
+                param=param,
+            )
 
     def _seed(self, context: bytes, request_seed: int | None, *, number: int, index: int) -> int:
         """Returns a distinct seed for each reply to a context, equal if the agent repeats its requests."""

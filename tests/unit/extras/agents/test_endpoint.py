@@ -45,6 +45,7 @@ from tests.helpers.served_episode import (
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop": ["a<eos>"]}, "stop"),
         ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 257}, "stop"),
         ({"n": 0}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
@@ -61,6 +62,18 @@ async def test_unsupported_requests_get_an_error_in_openais_format(changes, para
     assert error["type"] == "invalid_request_error"
     assert error["param"].startswith(param)
     assert next(iter(changes)) in error["message"]
+
+
+@pytest.mark.parametrize("token_id", [-1, 10**6, 2**40])
+async def test_a_token_that_the_model_lacks_is_refused(token_id: int) -> None:
+    async with client_of(make_episode(Scripted(["ok"]))) as client:
+        body = {"model": "policy", "prompt": [1, token_id]}
+        response = await client.post("/completions", json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "prompt"
+        assert str(token_id) in response.json()["error"]["message"]
+        response = await client.post("/completions", json={"model": "policy", "prompt": [1, 2]})
+        assert response.status_code == 200
 
 
 async def test_neutral_values_of_unsupported_parameters_are_taken():
