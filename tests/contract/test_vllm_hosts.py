@@ -199,6 +199,8 @@ async def test_a_server_whose_further_host_died_is_lost_and_serves_again_after_i
         await _assert_serves(engine, 0)
         server.kill_further_host()
         (task,) = begun(engine, [PROMPT[:9]], max_tokens=12)
+        await until(lambda: "EngineServerLost" in events, poll_s=0.05)
+        assert not task.done()
         server.kill()
         server.start()
         await asyncio.to_thread(server.wait)
@@ -209,7 +211,6 @@ async def test_a_server_whose_further_host_died_is_lost_and_serves_again_after_i
             expected_logprobs(result.version_runs[0][0], PROMPT[:9], result.token_ids),
         )
         await _assert_serves(engine, 1)
-    assert "EngineServerLost" in events
 
 
 async def test_adapters_reach_the_workers_of_both_hosts(server: TwoHosts, tmp_path: Path) -> None:
