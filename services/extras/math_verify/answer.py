@@ -100,14 +100,12 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
         text, reply = spelling.normalized(text), spelling.normalized(answer_part(response))
         reply = question.without_reason(_tagged(reply))
         amount = _marked(reply) or reply
-        if beside.is_other_quantity(
-            prompt, _marked(text) or text, _marked(reply) or _last_line(reply)
-        ):
-            return 0.0
         if quantities.other_currencies(text, amount, prompt):
             return 0.0
         if any(map(quantities.is_in_dollars, (text, amount))) or question.asks_for_dollars(prompt):
             text, reply = quantities.in_dollars(text), quantities.in_dollars(reply)
+        if question.asks_for_cents(prompt) and quantities.is_in_dollars(amount):
+            reply = quantities.in_cents(reply)
         text, reply = quantities.plain_amounts(text), quantities.plain_amounts(reply)
         marked = _marked(text)
         expected = _single_spaced(text if marked is None else marked)
@@ -119,6 +117,8 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
         letters = _COMMAND.sub("", quantities.scaled(expected, has_letters=False))
         has_letters = bool(_LETTER.search(letters))
         reply = quantities.scaled(reply, has_letters=has_letters)
+        if beside.is_other_quantity(prompt, expected, _marked(reply) or _last_line(reply)):
+            return 0.0
         reply = question.without_comparisons(prompt, reply)
         if question.asks_for_per_cent(prompt) and spelling.is_plain_above_1(expected):
             reply = spelling.without_per_cent(reply)

@@ -164,6 +164,9 @@ _DOLLARS_AND_CENTS: Final = re.compile(
     r"(?<![\w.,])(\d+)\s+dollars?\s*(?:,|and)?\s+(\d{1,2})\s+cents?\b", re.IGNORECASE
 )
 _DOLLARS: Final = re.compile(r"\\\$\s*-?[\d.]|\bdollars?\b|\bUSD\b", re.IGNORECASE)
+_AMOUNT_OF_DOLLARS: Final = re.compile(
+    r"\\?\$\s*(\d[\d,]*(?:\.\d+)?)\$?|(?<![\w.,])(\d[\d,]*(?:\.\d+)?)\s*(?:dollars?\b|USD\b)"
+)
 _DOLLAR_SIGN: Final = re.compile(r"(?<![\w$\\])-?\$\s*-?[\d.]")
 _CURRENCIES: Final[Mapping[str, str]] = {
     "€": "EUR",
@@ -327,6 +330,13 @@ def in_dollars(response: str) -> str:
     )
     return _CENTS.sub(
         lambda match: _written(Fraction(re.sub(r"[,\s]", "", match[1])) / 100), response
+    )
+
+
+def in_cents(response: str) -> str:
+    """Converts amounts in dollars to cents."""
+    return _AMOUNT_OF_DOLLARS.sub(
+        lambda match: _written(100 * Fraction((match[1] or match[2]).replace(",", ""))), response
     )
 
 

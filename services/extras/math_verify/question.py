@@ -21,7 +21,10 @@ _ASKS: Final = re.compile(
     r"\?|\b(?:what|which|how|find|express|compute|calculate|determine|give|state|evaluate|solve|estimate)\b",
     re.IGNORECASE,
 )
-_HOW_MANY: Final = r"\bhow\s+many\s+|\bnumber\s+of\s+"
+_HOW_MANY: Final = (
+    r"\b(?:how\s+many|number\s+of)\s+"
+    r"(?:(?:total|more|fewer|full|whole|additional|extra|other|combined|of\s+the|consecutive)\s+)*"
+)
 _IN: Final = r"\b(?:in|to)\s+(?:the\s+nearest\s+)?"
 _UNIT_WORDS: Final = r"[A-Za-z°]+(?:\s*/\s*[A-Za-z]+|\^[23])?(?:\s+(?:per\s+)?[A-Za-z]+){0,3}"
 _ASKED_UNIT: Final = re.compile(rf"(?:{_HOW_MANY}|{_IN})(?={_UNIT_WORDS})", re.IGNORECASE)
@@ -30,8 +33,17 @@ _UNIT_WORD: Final = re.compile(
     r"((?<![A-Za-z])[A-Za-zμ°][A-Za-zμ°]*(?:/[A-Za-z]+)?(?:\^[23])?|(?<=\d)['\"])"
 )
 _FONT: Final = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{([^{}]*)\}")
-_PLAIN: Final = re.compile(r"\s*-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)\s*")
+_PLAIN: Final = re.compile(
+    r"\s*-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*\\(?:times|cdot)\s*10\s*\^\s*\{?-?\d+\}?)?\s*"
+)
 _VALUE_OF: Final = r"\b(?:of|is|find|for|compute|evaluate|calculate|determine|what['\u2019]s)"
+_IN_CENTS: Final = re.compile(r"\b(?:in|how\s+many|of)\s+cents\b", re.IGNORECASE)
+_ASKS_FOR_MONEY: Final = re.compile(
+    r"\b(?:how\s+many|in)\s+(?:US\s+)?dollars\b|\bhow\s+much\b[^.?!]*\b(?:money|pays?|costs?|spen[dt]|earn|owe|charge)\b"
+    r"|\bwhat\s+(?:is|was|will\s+be)\s+(?:the|its|his|her|their)\s+(?:\w+\s+){0,2}(?:cost|price|profit)\b",
+    re.IGNORECASE,
+)
+_COUNTS_THINGS: Final = re.compile(r"\bhow\s+many\s+(?!(?:more\s+)?dollars)", re.IGNORECASE)
 _CENTS: Final = re.compile(r"\bcents?\b|¢", re.IGNORECASE)
 _DOLLARS: Final = re.compile(
     r"\\\$\s*\d|\bdollars?\b|\bUSD\b|(?<![\w$\\])\$\s?\d[\d.,]*(?=[\s.,;:?!)]|$)", re.IGNORECASE
@@ -40,6 +52,7 @@ _MONEY: Final = re.compile(
     r"\b(?:pays?|paid|costs?|prices?|spen[dt]s?|earns?|earned|money|charged?|profits?|owes?|save[sd]?)\b",
     re.IGNORECASE,
 )
+_DEGREES: Final = re.compile(r"\bdegrees?\b|°|\\circ", re.IGNORECASE)
 _TEMPERATURE: Final = re.compile(r"\btemperatures?\b", re.IGNORECASE)
 _SCALE: Final = re.compile(r"celsius|fahrenheit|kelvin|°\s*[CF]|\\circ\s*\}?\s*[CF]", re.IGNORECASE)
 _AGE: Final = re.compile(r"\b(?:old|ages?|aged|years?)\b", re.IGNORECASE)
@@ -120,6 +133,17 @@ def asks_for(question: str, term: str) -> bool:
     )
 
 
+def asks_for_cents(question: str) -> bool:
+    """Returns True if an amount that answers a question is in cents."""
+    return bool(_IN_CENTS.search(asked(question)))
+
+
+def asks_for_money(question: str) -> bool:
+    """Returns True if a question asks for an amount of money, and not how many things it buys."""
+    text = asked(question)
+    return bool(_ASKS_FOR_MONEY.search(text)) and not _COUNTS_THINGS.search(text)
+
+
 def asks_for_dollars(question: str) -> bool:
     """Returns True if an amount that answers a question is in dollars, so that cents are hundredths."""
     text = asked(question)
@@ -136,7 +160,8 @@ def mentions(question: str, unit: units.Unit) -> bool:
         return True
     names = {name for name, _ in unit.dimension}
     if names <= {"angle", "radians"}:
-        return bool(_ANGLE.search(question))
+        is_other = names == {"radians"} and _DEGREES.search(question) and "radian" not in question
+        return bool(_ANGLE.search(question)) and not is_other
     if names <= {"celsius", "fahrenheit"} and _TEMPERATURE.search(question):
         return not _SCALE.search(question) or unit in _units_of(question)
     mentioned = _units_of(question)
@@ -190,6 +215,12 @@ def is_comparison(answer: str) -> bool:
     return bool(_BARE_COMPARISON.match(answer))
 
 
+_ANSWERED: Final = re.compile(
+    r"^(\s*(?:yes|true)[,.;:]\s+(?!.*\b(?:no|not|never|false|but)\b|.*n['\u2019]t\b).*"
+    r"|\s*(?:no|false)[,.;:]\s+(?!.*\b(?:yes|true|but)\b).*)$",
+    re.IGNORECASE,
+)
+"""One line that answers a yes-or-no question and says more, which does not take it back."""
 _REASON: Final = re.compile(
     r"(?:,\s*|\s+)?\((?:since|because|as|for)\s[^()]*\)"
     r"|(?P<before>^[^\n]*?)(?:[,.:]\s*|\s+)(?:because|since)\b"
@@ -207,4 +238,6 @@ def without_reason(response: str) -> str:
         is_answer = re.search(r"\d", before) or len(before.split()) <= _MAX_WORDS_BEFORE
         return before if is_answer or match["before"] is None else match[0]
 
+    if _ANSWERED.match(response.strip()):
+        return re.split(r"[,.;:]", response, maxsplit=1)[0]
     return _REASON.sub(shortened, response)

@@ -97,6 +97,7 @@ _NESTED_LIST = re.compile(r"^\s*\[\s*(\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])*)\s*\]
 _FOREIGN_NOUN = re.compile(
     r"^\s*(-?\d[\d.,]*)\s+(?=[^\x00-\x7f]|[a-z]+[^\x00-\x7f])[^\W\d_]{2,}\.?\s*$", re.IGNORECASE
 )
+_AND_A_HALF = re.compile(r"(?<![\w.,/])(\d+)\s+and\s+(?:a|one)\s+half\b")
 _PLAIN_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])(?=[\s)*/+^.$-]|$)")
 _PLAIN_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
 _REPEATING_IN_BRACKETS = re.compile(r"(\d*\.\d*)\((\d+)\)")
@@ -244,6 +245,7 @@ _DOTS_OF_DECIMAL = re.compile(r"\d*\.\d+\s*(?:\\[lc]?dots|\.\.\.|\N{HORIZONTAL E
 _CLOSED_INFINITY = re.compile(
     r"\\infty\s*(?:\\right)?\]|\[\s*-\s*\\infty|\N{INFINITY}\s*\]|\[\s*-\s*\N{INFINITY}"
 )
+_BOTH_SIGNS = re.compile(r"\\pm(?![A-Za-z])|\N{PLUS-MINUS SIGN}")
 _BARE_ITEMS = re.compile(r"[\s$]*-?[\d.]+(?:(?:\s*[,;]\s*(?:and\s+)?|\s+and\s+)-?[\d.]+)+[\s$.]*")
 _GROUP = re.compile(r"(?:\\?\{.*\\?\}|\[.*\]|\(.*\))", re.DOTALL)
 _SET_OF = re.compile(
@@ -331,7 +333,7 @@ def normalized(text: str) -> str:
     text = "".join(map(_unfractioned, text))
     text = _OTHER_DIGITS.sub(lambda sign: str(unicodedata.digit(sign[0])), text)
     text = _REPEATING_IN_BRACKETS.sub(r"\1\\overline{\2}", _PLAIN_ROOT.sub(r"\\sqrt{\1}", text))
-    text = _PLAIN_PI.sub(r"\\pi ", text)
+    text = _PLAIN_PI.sub(r"\\pi ", _AND_A_HALF.sub(r"\1.5", text))
     return _UNDERLINED.sub("", _INVISIBLE.sub("", text))
 
 
@@ -433,6 +435,8 @@ def has_other_form(expected: str, candidate: str) -> bool:
     if signs[0] in ("(", "[") and _BARE_ITEMS.fullmatch(candidate):
         return True
     if signs[0] and _UNBOUNDED.search(candidate) and not re.search(r"[(\[<>{]|\\[lg]e", candidate):
+        return True
+    if signs[1] in ("(", "[") and not signs[0] and _BOTH_SIGNS.search(expected):
         return True
     return "{" in signs and bool({*signs} & {"(", "["})
 

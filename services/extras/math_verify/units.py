@@ -61,6 +61,10 @@ _SIZES: Final[Mapping[str, tuple[tuple[str, int], Fraction]]] = {
     "A": (("current", 1), Fraction(1)),
     "ohm": (("resistance", 1), Fraction(1)),
     "byte": (("information", 1), Fraction(8)),
+    "KB": (("information", 1), Fraction(8 * 10**3)),
+    "MB": (("information", 1), Fraction(8 * 10**6)),
+    "GB": (("information", 1), Fraction(8 * 10**9)),
+    "TB": (("information", 1), Fraction(8 * 10**12)),
     "bit": (("information", 1), Fraction(1)),
 }
 """Dimension and size of each unit."""
@@ -82,7 +86,25 @@ _PREFIX_WORDS: Final[Mapping[str, str]] = {
     "giga": "G",
 }
 _PREFIXED: Final = frozenset(
-    {"m", "g", "s", "l", "J", "W", "Wh", "cal", "bar", "A", "N", "Hz", "Pa", "V", "mol"}
+    {
+        "m",
+        "g",
+        "s",
+        "l",
+        "J",
+        "W",
+        "Wh",
+        "cal",
+        "bar",
+        "A",
+        "byte",
+        "bit",
+        "N",
+        "Hz",
+        "Pa",
+        "V",
+        "mol",
+    }
 )
 _SPELLINGS: Final[Mapping[str, str]] = {
     spelling: unit
@@ -121,6 +143,10 @@ _SPELLINGS: Final[Mapping[str, str]] = {
         "qt": ("quart",),
         "pt": ("pint",),
         "A": ("ampere", "amp"),
+        "KB": ("kilobyte", "kB"),
+        "MB": ("megabyte",),
+        "GB": ("gigabyte",),
+        "TB": ("terabyte",),
         "ohm": ("Ω", "\\Omega"),
     }.items()
     for spelling in spellings
