@@ -100,8 +100,8 @@ _MAX_MASK = "sampling_mask_max_tokens"
 _OPTIONS = frozenset(inspect.signature(ServerArgs).parameters)
 _SLEEPING = ["kv_cache", "weights"]
 _IDLE_TIMEOUT_S = 30.0
-# Tokens of a request that arrive together. The event loop that answers a weight transfer also handles every
-# output, and with one for each token they queue up: a cut then waits for the end of the queue.
+# Tokens of a request that arrive together: the event loop that answers a weight transfer also handles every
+# output.
 _STREAM_INTERVAL = 16
 _DIED = "the SGLang engine died; see its log lines above"
 
