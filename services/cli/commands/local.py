@@ -272,7 +272,9 @@ def up(
     them.
     """
     write_bytecode()
-    run_until_signal(_up(state_directory.resolve(), port, launcher), needs_reader=False)
+    with prepared_services(launcher) as prepared:
+        services = partial(_started, port=port, launcher=launcher, prepared=prepared)
+        run_until_signal(_up(state_directory.resolve(), services), needs_reader=False)
     raise typer.Exit(_INTERRUPTED)
 
 
@@ -315,8 +317,11 @@ async def _beside(
     return None if outcome.cancelled() else outcome.result()
 
 
-async def _up(state_directory: Path, port: int, launcher: str) -> None:
-    starting = _started(state_directory, port=port, max_restarts=_UP_RESTARTS, launcher=launcher)
+async def _up(
+    state_directory: Path,
+    start_services: Callable[..., AbstractAsyncContextManager[tuple[LocalServices, Api]]],
+) -> None:
+    starting = start_services(state_directory, max_restarts=_UP_RESTARTS)
     async with starting as (services, api):
         print_line(
             console,
@@ -350,7 +355,7 @@ async def _started(
     port: int,
     max_restarts: int,
     launcher: str,
-    prepared: PreparedServices | None = None,
+    prepared: PreparedServices,
 ) -> AsyncIterator[tuple[LocalServices, Api]]:
     """Starts the services and yields them with an API client that waits for a restarted controller.
 
