@@ -93,7 +93,7 @@ class Classifier:
     def _open_tokens(self, prompt: str, response: str) -> list[int]:
         texts = self._texts
         if self._prompts == "text":
-            before = self._tokenizer.encode(prompt, split_special_tokens=True)
+            before = texts.encode_prompt(texts.escape(prompt))
         else:
             chat = [{"role": "user", "content": prompt}]
             before = texts.encode(texts.render_chat(chat))
