@@ -115,7 +115,7 @@ class _TokenGroup:
                 self._leave(number)
 
     def _leave(self, number: int) -> None:
-        """Ends a segment that nobody waits for."""
+        """Ends a segment whose reader has gone."""
         if not self._members:
             self._is_closed = True
             self._running.cancel()  # closes the connection, which ends everything in the server

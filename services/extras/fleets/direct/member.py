@@ -93,6 +93,8 @@ class ServerMember:
         self._receiver: Receiver | None = None
         self._group: WeightGroup | None = None
         self._version: tuple[int, str] | None = None
+        self._why = ""
+        """Reason why the received version cannot be loaded; empty if it can."""
         self._tensors: Mapping[str, Tensor] = {}
         self._weights = threading.Lock()
         """Held while the second copy is written, and while the engine loads it."""
@@ -109,7 +111,8 @@ class ServerMember:
         """Yields the tensors of a received version, which stay unchanged while the block runs.
 
         Raises:
-            RuntimeError: If another version was received, or one is being received.
+            RuntimeError: If another version was received, one is being received, or the load could not be
+                prepared.
         """
         if not self._weights.acquire(timeout=_LOAD_WAIT_S):
             raise RuntimeError(f"a transfer has been running for {_LOAD_WAIT_S:.0f} s")
@@ -119,6 +122,8 @@ class ServerMember:
                     f"version {version} with digest {digest[:12]} was not received here, but "
                     f"{self._version}"
                 )
+            if self._why:
+                raise RuntimeError(f"version {version} could not be prepared: {self._why}")
             yield self._tensors
         finally:
             self._weights.release()
@@ -262,11 +267,16 @@ class ServerMember:
     def _prepare_load(self, version: int) -> None:
         """Does before the engine pauses what does not need its pause."""
         assert self._receiver is not None
-        # The receiver gives the tensors to its sink, this object.
-        asyncio.run(self._receiver.adopt(version))
-        self._on_received(self._tensors)
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._why = ""
+        try:
+            # The receiver gives the tensors to its sink, this object.
+            asyncio.run(self._receiver.adopt(version))
+            self._on_received(self._tensors)
+            if self._stream is not None:
+                self._stream.synchronize()
+        except Exception as error:  # the load reports it
+            logger.exception("a received version could not be prepared")
+            self._why = f"{type(error).__name__}: {error}"
 
     def _drop(self) -> None:
         """Frees the second copy."""

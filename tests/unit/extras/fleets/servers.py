@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +71,8 @@ class FakeEngine:
         self.requests: list[dict[str, Any]] = []
         self.num_workers = 1
         self.members: list[ServerMember] = []
+        self.on_received: Callable[[Mapping[str, Tensor]], None] = lambda received: None
+        """Called with the tensors of each version before its load."""
         self.adapters: dict[str, float] = {}
         """First value of each adapter, by the name that requests give."""
         self.vllm_config = SimpleNamespace(
@@ -103,7 +105,13 @@ class FakeEngine:
     def _join(self, middleware: dict[str, str]) -> list[dict[str, Any]]:
         address, secret = middleware["address"], bytes.fromhex(middleware["secret"])
         self.members = [
-            ServerMember(address, secret, number=number, device=torch.device("cpu"))
+            ServerMember(
+                address,
+                secret,
+                number=number,
+                device=torch.device("cpu"),
+                on_received=lambda received: self.on_received(received),
+            )
             for number in range(self.num_workers)
         ]
         return [{"number": n, "device": m.device_name} for n, m in enumerate(self.members)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -117,6 +118,37 @@ async def test_every_worker_of_every_server_receives_each_version(
                 digest = await run.publish(version)
                 assert run.served == [(version, digest)] * 2
                 assert [server.engine.bias for server in servers] == [version + 1.0] * 2
+
+
+async def test_a_load_waits_until_the_received_version_is_prepared() -> None:
+    async with serving(1) as servers, _run(servers) as run:
+        prepared: list[float] = []
+
+        def prepare(received: Any) -> None:
+            time.sleep(0.2)
+            assert servers[0].engine.bias != float(received["bias"][0])  # not loaded yet
+            prepared.append(float(received["bias"][0]))
+
+        servers[0].engine.on_received = prepare
+        for version in (0, 1):
+            digest = await run.publish(version)
+            assert run.served == [(version, digest)]
+        assert prepared == [1.0, 2.0]
+        assert servers[0].engine.members[0].phases_ms["prepare"] >= 200
+
+
+async def test_a_version_that_could_not_be_prepared_is_refused_with_the_reason() -> None:
+    async with serving(2) as servers, _run(servers) as run:
+        await run.publish(0)
+
+        def fail(received: Any) -> None:
+            raise ValueError("the layout is strange")
+
+        servers[0].engine.on_received = fail
+        digest = await run.publish(1)
+        await until(lambda: "the layout is strange" in str(run.events), poll_s=0.01)  # type: ignore[attr-defined]
+        assert run.served == [(1, digest)]
+        assert servers[0].engine.bias == 1.0
 
 
 async def test_a_response_has_only_tokens_of_versions_that_its_server_served() -> None:
