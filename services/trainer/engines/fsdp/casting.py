@@ -6,7 +6,6 @@ gradients are added to those of the weights when its backward pass ends. The res
 """
 
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -75,19 +74,7 @@ class _Casts(torch.autograd.Function):
             if gradient is None:
                 continue
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if gradient.is_cuda and gradient.is_contiguous():
-                _compiled_add()(parameter.grad.view(-1), gradient.view(-1))
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
             else:
                 parameter.grad += gradient
         return None, *[None] * len(gradients)
-
-
-def _add(total: Tensor, values: Tensor) -> None:
-    total += values
-
-
-@cache
-def _compiled_add() -> Callable[[Tensor, Tensor], None]:
-    """Returns a sum of two dtypes, for which torch's own kernel takes twice as long on a GPU."""
-    return torch.compile(_add, dynamic=True)
