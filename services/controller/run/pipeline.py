@@ -280,14 +280,8 @@ class TrainingPipeline:
         if sync.storage is None or not sync.is_stored or not TRANSPORTS[sync.backend].reports:
             return ()
         report = load_callable(TRANSPORTS[sync.backend].reports)
-        return (
-            report(
-                self.journal.run_id,
-                sync.storage.directory,
-                self.connections.weights,
-                record=self._record,
-            ),
-        )
+        weights, directory = self.connections.weights, sync.storage.directory
+        return (report(self.journal.run_id, directory, weights, record=self._record),)
 
     def _upload_reports(self) -> Iterator[Coroutine[None, None, None]]:
         spec = self.spec.now

@@ -336,7 +336,8 @@ class WeightMembers:
 def unpublishable(silent_members: Iterable[str]) -> UnavailableError:
     """Returns the error of a publication whose members do not answer."""
     names = " and ".join(silent_members)
-    return UnavailableError(f"{names} does not answer, so no version can be published")
+    verb = "do" if " and " in names else "does"
+    return UnavailableError(f"{names} {verb} not answer, so no version can be published")
 
 
 async def _aborted(member: WeightSyncClient, epoch: int, reason: str, timeout_s: float) -> None:

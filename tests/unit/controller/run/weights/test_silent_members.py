@@ -8,7 +8,7 @@ from services.common.errors import DeadlineExceededError, ServiceError, Unavaila
 from services.common.runspec.run import WeightSyncSpec
 from services.controller.run.state.worker_failures import UnresponsiveError
 from services.controller.run.weights import members as members_module
-from services.controller.run.weights.members import WeightMembers
+from services.controller.run.weights.members import WeightMembers, unpublishable
 
 SPEC = WeightSyncSpec(answer_timeout_s=1.0, form_timeout_s=60.0)
 CALL_S = 0.1
@@ -87,3 +87,10 @@ async def test_a_member_that_stands_still_delays_no_probe_of_another() -> None:
     group.note_prepared(["prepared"])
     await call(group)
     assert (busy.num_probes, prepared.num_probes > 1) == (1, True)
+
+
+def test_an_error_names_all_members_that_do_not_answer() -> None:
+    assert "trainer does not answer" in unpublishable(["trainer"]).message
+    assert "trainer-0/2 and trainer-0/3 do not answer" in (
+        unpublishable(["trainer-0/2", "trainer-0/3"]).message
+    )
