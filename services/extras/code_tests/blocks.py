@@ -17,6 +17,10 @@ _PYTHON: Final = re.compile(r"(?:i?python|py)[\d._-]*|pycon|sage|.*\.py", re.IGN
 _MARKDOWN: Final = ("markdown", "md")
 _LINE: Final = re.compile(r"\r\n|\r|\n")
 _PROMPT: Final = re.compile(r"^[ \t]*(?:>>>|\.\.\.)(?: |$)")
+_AFTER_PROSE: Final = re.compile(
+    r"\A([^`]*[^`\s][ \t]*)(`{3,}(?:python3?|py)[ \t]*\r?\n)", re.IGNORECASE
+)
+"""First fence of a response, after other text in its line, such as ``Code:``."""
 _MAGIC: Final = re.compile(r"^[ \t]*[%!].*$", re.MULTILINE)
 _TAGGED: Final = re.compile(
     r"<(answer|code|solution)\b[^>]*>(.*?)</\1>|\[(?:BEGIN|PYTHON)\](.*?)\[(?:DONE|END|/PYTHON)\]"
@@ -43,6 +47,10 @@ def find_program(response: str) -> str:
     between tags such as ``<answer>``, is one.
     """
     response = response.replace("\ufeff", "").replace("\u200b", "")
+    opening = _AFTER_PROSE.match(response)
+    is_glued = opening and not _OPENING.match(_LINE.split(opening[0])[-2])
+    if opening and is_glued and not compiles(response):
+        response = f"{opening[1]}\n{response[opening.end(1) :]}"
     blocks = _blocks(_LINE.split(response))
     if not blocks:
         return _unfenced(response)
@@ -59,7 +67,7 @@ def find_program(response: str) -> str:
 
 def _unfenced(response: str) -> str:
     inline = _INLINE.findall(response)
-    if inline:
+    if inline and not compiles(response):
         return str(inline[-1])
     text = re.sub(r"^\s*(?:python3?|py)[ \t]*\n", "", _content(response))
     if not compiles(text):

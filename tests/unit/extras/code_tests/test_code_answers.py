@@ -505,6 +505,9 @@ RESPONSES = {
     "spaces that do not break": f"```python\n{MUL}\n```".replace("    ", "\xa0" * 4),
     "a mark of the byte order": f"\ufeff```python\n{MUL}\n```",
     "a command of a notebook": f"```python\n%load_ext x\n!pip install x\n{MUL}\n```",
+    "a start after other text": f"Here is the code: ```python\n{MUL}\n```",
+    "a start after other text, then output": f"Code:```Python3\n{MUL}\n```\nIt prints\n```\n6\n```",
+    "a fence in a comment without a block": f"# as in: ```python\n# mul(2, 3)\n# ```\n{MUL}",
     "an interpreter's session": "```python\n>>> def mul(a, b):\n"
     "...     return a * b\n...\n>>> mul(2, 3)\n6\n```",
     "an example after it": f"```python\n{MUL}\n```\nSo:\n```python\nprint(mul(2, 3))\n```",
