@@ -276,7 +276,39 @@ _QWEN_INNER = (
     "</think>",
 )
 
+_KIMI_CALLS = (
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+    *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+)
+_KIMI = """\
+{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' + (tools | tojson) + '<|im_end|>' }}{% endif %}\
+{%- for m in messages %}\
+{%- if m.role == 'user' %}{{- '<|im_user|>user<|im_middle|>' }}\
+{%- elif m.role == 'assistant' %}{{- '<|im_assistant|>assistant<|im_middle|>' }}\
+{%- elif m.role == 'tool' %}{{- '<|im_system|>tool<|im_middle|>## Return of ' + m.tool_call_id + '\\n' }}\
+{%- else %}{{- '<|im_system|>' + m.role + '<|im_middle|>' }}{% endif %}\
+{%- if m.content is string %}{{- m.content }}\
+{%- else %}{% for part in m.content or [] %}{{- part.text }}{% endfor %}{% endif %}\
+{%- if m.tool_calls %}{{- '<|tool_calls_section_begin|>' }}{% for call in m.tool_calls %}\
+{{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}\
+{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}\
+{{- '<|tool_call_end|>' }}{% endfor %}{{- '<|tool_calls_section_end|>' }}{% endif %}\
+{{- '<|im_end|>' }}{% endfor %}\
+{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}"""
+
 FAMILIES = {
+    "kimi_k2": Family(
+        template=_KIMI,
+        special=(
+            *("[BOS]", "[EOS]", "<|im_user|>", "<|im_assistant|>", "<|im_system|>"),
+            *("<|im_middle|>", "<|im_end|>"),
+        ),
+        plain=_KIMI_CALLS,
+        inner=_KIMI_CALLS,
+        eos="<|im_end|>",
+        stops=("[EOS]",),
+        roles=("system", "user", "assistant", "tool", "other"),
+    ),
     "qwen2.5": Family(
         template=_QWEN25,
         special=_QWEN_TOKENS,

@@ -134,6 +134,7 @@ def test_control_tokens_on_purpose_are_kept(name: str) -> None:
 
 
 STOPS = {  # token that the template writes after the last reply, and after a reply before a user's message
+    "kimi_k2": ("<|im_end|>", "<|im_end|>"),
     "qwen2.5": ("<|im_end|>", "<|im_end|>"),
     "qwen3": ("<|im_end|>", "<|im_end|>"),
     "llama3": ("<|eot_id|>", "<|eot_id|>"),
