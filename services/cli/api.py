@@ -7,6 +7,7 @@
 Other programs use ``slipstream_client``, which sends the requests for this class too.
 """
 
+import math
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
@@ -37,7 +38,6 @@ __all__ = ["Api", "ApiError"]
 NO_CONTROLLER = "start one with 'slipstream up', or set --url or SLIPSTREAM_URL"
 """Advice in the error for a command that reaches no controller."""
 _EVENTS_A_PAGE = 1000
-_SAMPLE_KEYS = frozenset(("id", "prompt", "reward"))
 
 
 class Api(AsyncTransport):
@@ -99,7 +99,8 @@ class Api(AsyncTransport):
         """Yields the last log lines of the workers; with ``follow`` also new lines until the run ends."""
         operation_class = FollowLogs if follow else ReadLogs
         operation = operation_class(run_id=run_id, component=component, tail_lines=tail_lines)
-        async for kind, data in self.stream(_request(operation)):
+        limits = {"quiet_s": math.inf} if follow else {}
+        async for kind, data in self.stream(_request(operation), **limits):
             if kind == "end":
                 continue
             try:
@@ -110,14 +111,12 @@ class Api(AsyncTransport):
     async def samples(self, operation: ExportSamples) -> AsyncIterator[dict[str, Any]]:
         """Yields the kept samples of a run."""
         async for _, sample in self.stream(_request(operation)):
-            if missing_keys := _SAMPLE_KEYS - sample.keys():
-                raise no_controller(self.url, f"a sample has no {min(missing_keys)!r}")
             yield sample
 
     async def watch_all(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         """Yields new events of all runs of the project as ``(type, event)`` until the connection breaks."""
         with suppress(httpx.TransportError):
-            async for kind, event in self.stream(_request(WatchRuns())):
+            async for kind, event in self.stream(_request(WatchRuns()), quiet_s=math.inf):
                 yield kind, event
 
 

@@ -227,7 +227,7 @@ async def _at(url: str, work: Callable[[Api], Awaitable[_T]]) -> _T:
     async with Api(url, token=CliSettings().token or find_token(url)) as api:
         try:
             return await work(api)
-        except httpx.TransportError as error:  # of a stream, which is not retried
+        except httpx.RequestError as error:  # of a stream, which is not retried
             raise unreachable(url, error) from error
 
 

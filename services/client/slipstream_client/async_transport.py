@@ -1,6 +1,7 @@
 """HTTP requests to a controller, with retries while it restarts."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -22,7 +23,7 @@ _TIMEOUT_S = 30.0
 # The server sends a heartbeat every 10 s.
 _SILENCE_S = 60.0
 _RETRY_INTERVAL_S = 0.5
-# Also bounds a server that sends a byte now and then.
+# Also bounds a server that sends a byte, or a heartbeat, now and then.
 _ANSWER_S = 300.0
 _DISCONNECTED = (httpx.ReadError, httpx.RemoteProtocolError)
 
@@ -86,7 +87,7 @@ class AsyncTransport:
                 raise no_controller(self.url, f"it sent more than {MAX_ANSWER_BYTES} bytes")
             if time.monotonic() > deadline:
                 raise no_controller(self.url, f"its answer takes more than {_ANSWER_S:.0f} s")
-        if response.is_error:
+        if not response.is_success:
             raise error_of(httpx.Response(response.status_code, content=bytes(content)))
         return bytes(content)
 
@@ -96,30 +97,32 @@ class AsyncTransport:
         return f"{self.url}{json_object(content, self.url).get('path', '')}"
 
     async def stream(
-        self, request: Request, *, silence_s: float = _SILENCE_S
+        self, request: Request, *, silence_s: float = _SILENCE_S, quiet_s: float = _ANSWER_S
     ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         """Yields a streamed response: ``(type, data)`` of each event, or ``("line", object)`` of each line.
 
         Raises:
-            ApiError: If the controller refuses the request.
-            httpx.TransportError: If the connection fails, or no data arrives for ``silence_s``.
+            ApiError: If the controller refuses the request, or sends no whole event or line for ``quiet_s``.
+            httpx.RequestError: If the connection fails, data is damaged, or none arrives for ``silence_s``.
         """
         timeout = httpx.Timeout(_TIMEOUT_S, read=silence_s)
         async with self._http.stream(**request.options(), timeout=timeout) as response:
-            if response.is_error:
+            if not response.is_success:
                 await self._body(response)
             is_events = response.headers.get("content-type", "").startswith("text/event-stream")
-            kind = "message" if is_events else "line"
-            lines = AnswerLines(self.url)
+            kind, lines = "message" if is_events else "line", AnswerLines(self.url)
+            received_at = time.monotonic()
             async for chunk in response.aiter_bytes():
+                if time.monotonic() - received_at > quiet_s:
+                    raise no_controller(self.url, f"it sent only heartbeats for {quiet_s:.0f} s")
                 for line in lines.of(chunk):
                     if line.startswith("event:") and is_events:
                         kind = line.removeprefix("event:").strip()
-                    elif line.startswith("data:") and is_events:
-                        yield kind, json_object(line.removeprefix("data:"), self.url)
-                    elif line and not is_events:
-                        yield kind, json_object(line, self.url)
-            for line in lines.last() if not is_events else ():
+                    elif line and (not is_events or line.startswith("data:")):
+                        data = line.removeprefix("data:") if is_events else line
+                        yield kind, json_object(data, self.url)
+                        received_at = time.monotonic()
+            for line in filter(None, lines.of(b"\n")) if not is_events else ():
                 yield kind, json_object(line, self.url)
 
     async def watch(
@@ -151,7 +154,8 @@ class AsyncTransport:
             )
             requested_at = time.monotonic()
             try:
-                async for kind, data in self.stream(request, silence_s=min(left_s, _SILENCE_S)):
+                silence_s = min(left_s, _SILENCE_S)
+                async for kind, data in self.stream(request, silence_s=silence_s, quiet_s=math.inf):
                     yield kind, data
                     if kind == "end":
                         return

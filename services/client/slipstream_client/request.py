@@ -75,24 +75,17 @@ class AnswerLines:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._parts: list[bytes] = []
-        self._num_bytes = 0
+        self._line = bytearray()
 
     def of(self, chunk: bytes) -> Iterator[str]:
         """Yields the lines that end in the next bytes. Raises ApiError if a line is too long."""
         *lines, rest = chunk.split(b"\n")
         for line in lines:
-            yield b"".join((*self._parts, line)).decode(errors="replace").rstrip("\r")
-            self._parts, self._num_bytes = [], 0
-        self._parts.append(rest)
-        self._num_bytes += len(rest)
-        if self._num_bytes > MAX_ANSWER_BYTES:
+            yield (self._line + line).decode(errors="replace").rstrip("\r")
+            self._line.clear()
+        self._line += rest
+        if len(self._line) > MAX_ANSWER_BYTES:
             raise no_controller(self._url, f"a line has more than {MAX_ANSWER_BYTES} bytes")
-
-    def last(self) -> Iterator[str]:
-        """Yields the last line, if no line break ends it."""
-        if line := b"".join(self._parts).decode(errors="replace"):
-            yield line
 
 
 def json_object(text: str | bytes, url: str) -> dict[str, Any]:

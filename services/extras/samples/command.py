@@ -31,10 +31,12 @@ from services.common.stores import (
 from services.controller.api.operations import ExportSamples
 from services.transferqueue.records.store import SampleStore, store_path
 from services.wire.transferqueue.types import SampleRecordQuery
+from slipstream_client.request import no_controller
 
 Show = Callable[[Mapping[str, Any]], None]
 
 _ON_SCREEN = 5
+_KEYS = frozenset(("id", "prompt", "reward"))
 
 
 def samples(
@@ -148,7 +150,14 @@ class Reader:
     async def ask(self, api: Api, operation: ExportSamples) -> int:
         number = 0
         async for sample in api.samples(operation):
-            self.show(sample)
+            if 0 < operation.limit <= number:
+                raise no_controller(api.url, f"it sent more than {operation.limit} samples")
+            if missing_keys := _KEYS - sample.keys():
+                raise no_controller(api.url, f"a sample has no {min(missing_keys)!r}")
+            try:
+                self.show(sample)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise no_controller(api.url, f"a sample cannot be shown ({error!r})") from error
             number += 1
         return number
 

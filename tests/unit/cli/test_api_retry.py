@@ -1,5 +1,8 @@
 """Tests of the client's retries, and of servers that answer wrongly."""
 
+import asyncio
+import json
+
 import httpx
 import pytest
 from typer.testing import CliRunner
@@ -104,6 +107,92 @@ def test_an_endless_answer_is_not_read_to_its_end(monkeypatch, tmp_path):
         arguments = [*command, "--url", "http://wrong", "--state-directory", str(tmp_path)]
         result = CliRunner().invoke(app, arguments)
         assert (result.exit_code, body.num_bytes < 4 << 20) == (1, True), (command, result.output)
+
+
+@pytest.mark.parametrize("content_type", ["application/x-ndjson", "text/event-stream"])
+def test_endless_heartbeats_end_a_command_that_does_not_follow(content_type, monkeypatch, tmp_path):
+    class Heartbeats(httpx.AsyncByteStream):
+        async def __aiter__(self):
+            while True:
+                yield b": nothing new\n\n" if "event" in content_type else b"\n"
+                await asyncio.sleep(0.01)
+
+    stream = async_transport.AsyncTransport.stream
+    monkeypatch.setattr(stream, "__kwdefaults__", {**stream.__kwdefaults__, "quiet_s": 0.1})
+    answer = {"headers": {"content-type": content_type}, "stream": Heartbeats()}
+    use_transport(monkeypatch, httpx.MockTransport(lambda _: httpx.Response(200, **answer)))
+    result = CliRunner().invoke(app, ["logs", RUN, "--url", "http://wrong"])
+    assert (result.exit_code, "only heartbeats" in result.output) == (1, True), result.output
+
+
+def answer_samples(monkeypatch, answer):
+    """Lets the client receive a run, then an answer with samples."""
+    run = httpx.Response(404, json={"detail": "no such run"})
+    use_transport(
+        monkeypatch,
+        httpx.MockTransport(lambda call: answer if "samples" in call.url.path else run),
+    )
+    return CliRunner().invoke(app, ["samples", RUN, "--url", "http://wrong"])
+
+
+SAMPLE = {
+    "id": "s1",
+    "prompt": "1+1=",
+    "reward": 1.0,
+    "finish_reason": "stop",
+    "response_tokens": 1,
+    "is_greedy": False,
+}
+WRONG_FIELDS = (
+    {"reward": "x"},
+    {"prompt": 3},
+    {"finish_reason": None},
+    {"terms": [1]},
+    {"terms": {"a": "x", "b": 1}},
+    {"turns": "abc"},
+    {"turns": [{"text": "x"}]},
+    {"images": 5},
+    {"staleness": 1.5},
+)
+
+
+@pytest.mark.parametrize("fields", WRONG_FIELDS, ids=str)
+def test_a_sample_with_wrong_fields_is_no_traceback(fields, monkeypatch):
+    result = answer_samples(monkeypatch, httpx.Response(200, json={**SAMPLE, **fields}))
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert "does not answer as a controller" in result.stderr
+
+
+def test_more_samples_than_requested_end_the_command(monkeypatch):
+    lines = (json.dumps(SAMPLE) + "\n") * 6
+    result = answer_samples(monkeypatch, httpx.Response(200, text=lines))
+    assert (result.exit_code, result.stdout.count("reward 1")) == (1, 5)
+    assert "more than 5 samples" in result.stderr
+
+
+@pytest.mark.parametrize("status", [301, 302, 307])
+def test_a_redirect_is_not_an_answer_without_lines(status, monkeypatch):
+    answer = httpx.Response(status, headers={"location": "http://elsewhere"})
+    use_transport(monkeypatch, httpx.MockTransport(lambda _: answer))
+    for command in (["logs", RUN], ["samples", RUN]):
+        result = CliRunner().invoke(app, [*command, "--url", "http://wrong"])
+        assert result.exit_code == 1, (command, result.output)
+
+
+def test_a_damaged_compression_is_no_traceback(monkeypatch):
+    head = {"content-encoding": "gzip"}
+
+    class Damaged(httpx.AsyncByteStream):
+        async def __aiter__(self):
+            yield b"no gzip"
+
+    use_transport(
+        monkeypatch,
+        httpx.MockTransport(lambda _: httpx.Response(200, headers=head, stream=Damaged())),
+    )
+    result = CliRunner().invoke(app, ["logs", RUN, "--url", "http://wrong"])
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == 1
 
 
 def use_transport(monkeypatch, transport):
