@@ -135,7 +135,8 @@ def test_a_run_in_a_store_resumes_there_after_the_loss_of_each_pod_with_its_disk
     assert_ledger_closes(run)
 
     steps = verify_checkpoints(folder, tmp_path)
-    assert steps[-1] == max(uploaded_steps(installed, run_id))
+    # The end of a run may come between an upload and its event.
+    assert steps[-1] >= max(uploaded_steps(installed, run_id))
     objects, _ = record_objects(ObjectFolder(folder), Patience(folder))
     recorded = {path.partition("/")[0] for path in objects.values() if path.startswith("step-")}
     assert {f"step-{step:08d}" for step in range(steps[-1])} <= recorded
