@@ -53,6 +53,8 @@ class Classifier:
         self._model = loaded.to(device).eval()
         self._device = device
         self._max_tokens = max_tokens
+        # Tokenizing megabytes would block all other requests.
+        self._max_characters = max_tokens * max(map(len, self._tokenizer.get_vocab()))
         labels = {str(name): int(index) for name, index in loaded.config.label2id.items()}
         if (label is None) != (loaded.config.num_labels == 1) or label not in (None, *labels):
             raise ValueError(
@@ -76,6 +78,12 @@ class Classifier:
         Raises:
             ValueError: If the text is empty or too long.
         """
+        num_characters = len(prompt) + len(response)
+        if num_characters > self._max_characters:
+            raise ValueError(
+                f"the text must have 1 to {self._max_tokens} tokens, got {num_characters} characters, too "
+                "many for that"
+            )
         if self._prompts is not None:
             ids = self._open_tokens(prompt, response)
         elif self._tokenizer.chat_template is None:

@@ -89,6 +89,15 @@ async def test_a_text_that_is_too_long_is_rejected_by_name(tmp_path: Path) -> No
     assert re.search("400.*20 tokens", error.message)
 
 
+def test_a_text_of_megabytes_is_not_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classifier = Classifier(made(tmp_path, num_labels=1), max_tokens=20)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "encode", pytest.fail)
+    with pytest.raises(ValueError, match="20 tokens, got 4194305 characters"):
+        classifier.tokens("p", "x" * (4 << 20))
+
+
 @pytest.mark.parametrize(("num_labels", "label"), [(1, "class-0"), (3, None), (3, "class-9")])
 def test_a_label_must_fit_the_model(tmp_path: Path, num_labels: int, label: str | None) -> None:
     with pytest.raises(ValueError, match=r"has the classes.*--label"):
