@@ -90,6 +90,8 @@ class _TokenGroup:
         """Numbers of segments that the server does not know yet to be cut."""
         self._running = asyncio.ensure_future(self._run())
         self._cutting: asyncio.Future[None] | None = None
+        self._has_begun = asyncio.Event()
+        """Set once the server knows the group, or will never know it."""
 
     def takes(self, segment: Segment) -> bool:
         num_tokens = self._num_tokens + len(segment.context_ids)
@@ -118,6 +120,7 @@ class _TokenGroup:
         """Ends a segment whose reader has gone."""
         if not self._members:
             self._is_closed = True
+            self._has_begun.set()
             self._running.cancel()  # closes the connection, which ends everything in the server
         elif self._bodies.pop(number, None) is None:
             self._unwanted.append(number)
@@ -125,6 +128,7 @@ class _TokenGroup:
                 self._cutting = asyncio.ensure_future(self._send_cuts())
 
     async def _send_cuts(self) -> None:
+        await self._has_begun.wait()  # the server ignores cuts of a group that it does not know yet
         while self._unwanted and self._members:
             numbers, self._unwanted = self._unwanted, []
             # A server that is lost has ended them.
@@ -145,6 +149,7 @@ class _TokenGroup:
     def _fail(self, error: Exception) -> None:
         """Ends the segments that have not ended."""
         self._is_closed = True
+        self._has_begun.set()
         members, self._members = [*self._members.values()], {}
         for member in members:
             if not member.ended.done():
@@ -155,6 +160,7 @@ class _TokenGroup:
             await check_status(self._server, response)
             if response.headers.get("content-type") != TOKEN_LINES:
                 raise ServerFailedError(f"{self._server.address} answered in another form")
+            self._has_begun.set()
             for member in [*self._members.values()]:
                 member.on_begin()
             async for line in read_lines(self._server, response):

@@ -152,6 +152,9 @@ class TokenServer(FakeServer):
         super().__init__()
         self.num_loads = self.num_groups = 0
         """Loads and groups of segments that were asked for."""
+        self.can_answer = asyncio.Event()
+        """Set while the server answers groups."""
+        self.can_answer.set()
 
     def application(self) -> Starlette:
         self.engine = TokenEngine()
@@ -159,7 +162,9 @@ class TokenServer(FakeServer):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.num_loads += scope["path"] == LOAD
-        self.num_groups += scope["path"] == GENERATE
+        if scope["path"] == GENERATE:
+            self.num_groups += 1
+            await self.can_answer.wait()
         await super()._answer(scope, receive, send)
 
 
@@ -376,6 +381,25 @@ async def test_the_abort_of_one_response_leaves_the_others_of_its_group(
             assert (await task).version_runs == ((1, 4),)
         assert len(server.engine.names) == (3 if has_begun else 2)
         assert server.engine.aborted == server.engine.names[1:2] * has_begun
+
+
+async def test_an_abort_waits_until_the_server_has_begun_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(groups_module, "_GATHER_S", 0.1)
+    async with _serving() as ((server,), engine):
+        await _adopt(engine, 1, 0.5)
+        server.can_answer.clear()
+        tasks = _begin_many(engine, 3, max_tokens=4)
+        await until(lambda: server.num_groups == 1)
+        await engine.abort({"r1"})
+        assert (await tasks[1]).finish_reason == "aborted"
+        await asyncio.sleep(0.1)  # a cut that did not wait would be ignored by now
+        server.can_answer.set()
+        await until(lambda: server.engine.aborted == server.engine.names[1:2] != [])
+        _allow(server, MANY)
+        for task in (tasks[0], tasks[2]):
+            assert (await task).version_runs == ((1, 4),)
 
 
 async def test_a_group_without_segments_sends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
