@@ -268,6 +268,8 @@ class _HostLink:
         self._writing = threading.Lock()
         self.paths: dict[str, str] = {}
         """Path of the copy on that host, by the path of the server's memory."""
+        self._unwanted: list[str] = []
+        """Paths of memory that ended, of which the host does not know yet."""
 
     def write(self, memory: SharedMemory, start: int, stop: int) -> None:
         """Writes bytes into the copy, if any, and compares their checksums. Blocks.
@@ -280,6 +282,7 @@ class _HostLink:
         piece = memory.buffer[start:stop]
         order = {"path": memory.path, "size": memory.buffer.nbytes, "start": start, "stop": stop}
         with self._writing:
+            self._send_drops()  # the system may give the path of freed memory to this one
             self._line.send_bytes(json.dumps(order).encode())
             if stop > start:
                 self._line.send_bytes(piece.numpy().data)
@@ -293,11 +296,16 @@ class _HostLink:
     def drop(self, path: str) -> None:
         """Frees a copy."""
         if self.paths.pop(path, None) is not None:
-            threading.Thread(target=self._drop, args=(path,), daemon=True).start()
+            self._unwanted.append(path)
+            threading.Thread(target=self._drop, daemon=True).start()
 
-    def _drop(self, path: str) -> None:
+    def _drop(self) -> None:
         with suppress(OSError), self._writing:
-            self._line.send_bytes(json.dumps({"drop": path}).encode())
+            self._send_drops()
+
+    def _send_drops(self) -> None:
+        while self._unwanted:
+            self._line.send_bytes(json.dumps({"drop": self._unwanted.pop(0)}).encode())
 
     def close(self) -> None:
         """Ends the connection; work that waits for the host fails."""

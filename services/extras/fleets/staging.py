@@ -42,9 +42,9 @@ class SharedMemory:
         """Frees the memory once no process uses it; does nothing the second time."""
         file, self._file = self._file, -1
         if file >= 0:
-            os.close(file)
             if self.on_close is not None:
-                self.on_close(self.path)
+                self.on_close(self.path)  # before other memory can get the path
+            os.close(file)
 
 
 class StagedWeights:

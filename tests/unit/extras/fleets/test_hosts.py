@@ -115,6 +115,32 @@ async def test_a_copy_ends_with_the_memory_of_the_server(
     await until(lambda: not any(memory._copies for memory in engine.memories))
 
 
+async def test_the_end_of_a_copy_precedes_the_next_memory_at_its_path(
+    hosts: EngineHosts, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late_threads: list[threading.Thread] = []
+    earlier = _staged(1.0)
+    path = earlier.memory.path
+    await _copied(hosts, earlier)
+    with monkeypatch.context() as patches:
+        patches.setattr(threading.Thread, "start", lambda thread: late_threads.append(thread))
+        earlier.memory.close()
+    version = _staged(2.0)
+    assert version.memory.path == path  # the system uses a number again
+    await hosts.prepare(version.memory)
+    await hosts.copy(version.memory, *version.bounds(0))
+    for thread in late_threads:
+        thread.start()
+        thread.join(timeout=10)
+    for index in range(1, version.num_buckets):
+        await hosts.copy(version.memory, *version.bounds(index))
+    described = hosts.described(version.description())
+    for node in range(_HOSTS):
+        tensors = open_shared(description_for(described, node))
+        assert all(bool((tensor == 2.0).all()) for tensor in tensors.values())
+    version.memory.close()
+
+
 async def test_an_engine_of_one_host_needs_no_copies() -> None:
     hosts = EngineHosts(Engine(1))
     staged = _staged(1.0)
