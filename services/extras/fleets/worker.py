@@ -55,6 +55,7 @@ class FleetWorker(AdapterLoader, WeightLoader):
             number=self.rank,
             device=self.device,
             on_received=self._prepare_copy,
+            on_dropped=self._drop_copy,
         )
         return {"number": self.rank, "device": self._member.device_name}
 
@@ -72,13 +73,18 @@ class FleetWorker(AdapterLoader, WeightLoader):
             raise RuntimeError("this worker has joined no weight group")
         began = time.perf_counter()
         with self._member.held(version, digest) as tensors:
-            if self._copy is None:
+            copy = self._copy
+            if copy is None:
                 loaded = self._compared(dict(tensors))
             else:
                 self._reset_features()
-                loaded = {"way": "compared", "differing": self._copy.run()}
+                loaded = {"way": "compared", "differing": copy.run()}
         copy_ms = round(1e3 * (time.perf_counter() - began), 1)
         return {**loaded, "phases_ms": {**self._member.phases_ms, "copy": copy_ms}}
+
+    def _drop_copy(self) -> None:
+        """Frees the copy, whose views would keep the memory of the received version."""
+        self._copy = None
 
     def _prepare_copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Prepares a load in the member's thread, while the engine decodes."""

@@ -62,6 +62,7 @@ class ServerMember:
         device: Device of its weights.
         on_received: Receives the tensors of each version, in the stream in which it was received, before
             :meth:`held` gives them to the engine.
+        on_dropped: Called before the memory of these tensors is freed: nothing may refer to them afterwards.
     """
 
     def __init__(
@@ -72,9 +73,11 @@ class ServerMember:
         number: int,
         device: torch.device,
         on_received: Callable[[Mapping[str, Tensor]], None] = lambda tensors: None,
+        on_dropped: Callable[[], None] = lambda: None,
     ) -> None:
         self._device = device
         self._on_received = on_received
+        self._on_dropped = on_dropped
         self.phases_ms: dict[str, float] = {}
         """Durations of the last version's receipt and preparation."""
         path_or_port = address if isinstance(address, str) else (str(address[0]), int(address[1]))
@@ -280,6 +283,7 @@ class ServerMember:
 
     def _drop(self) -> None:
         """Frees the second copy."""
+        self._on_dropped()
         self._receiver = self._version = None
         self._tensors = {}
 

@@ -73,6 +73,8 @@ class FakeEngine:
         self.members: list[ServerMember] = []
         self.on_received: Callable[[Mapping[str, Tensor]], None] = lambda received: None
         """Called with the tensors of each version before its load."""
+        self.on_dropped: Callable[[], None] = lambda: None
+        """Called before their memory is freed."""
         self.adapters: dict[str, float] = {}
         """First value of each adapter, by the name that requests give."""
         self.vllm_config = SimpleNamespace(
@@ -111,6 +113,7 @@ class FakeEngine:
                 number=number,
                 device=torch.device("cpu"),
                 on_received=lambda received: self.on_received(received),
+                on_dropped=lambda: self.on_dropped(),
             )
             for number in range(self.num_workers)
         ]

@@ -137,6 +137,17 @@ async def test_a_load_waits_until_the_received_version_is_prepared() -> None:
         assert servers[0].engine.members[0].phases_ms["prepare"] >= 200
 
 
+async def test_what_a_worker_prepared_ends_before_the_memory_of_the_version() -> None:
+    async with serving(1) as servers, _run(servers) as run:
+        engine, prepared = servers[0].engine, dict[str, Any]()
+        engine.on_received, engine.on_dropped = prepared.update, prepared.clear
+        await run.publish(0)
+        assert prepared
+        (member,) = engine.members
+        await asyncio.to_thread(member.close)
+        assert not prepared
+
+
 async def test_a_version_that_could_not_be_prepared_is_refused_with_the_reason() -> None:
     async with serving(2) as servers, _run(servers) as run:
         await run.publish(0)
