@@ -520,7 +520,8 @@ def _equal(gold: Any, answer: Any) -> bool:
         gold, answer = _vector(gold), _vector(answer)
     if _differ_in_kind(gold, answer):
         return False
-    gold, answer = _numbered(gold), _numbered(answer)
+    if _names(gold) != _names(answer):
+        gold, answer = _numbered(gold), _numbered(answer)
     if _is_equal(gold, answer, allow_set_relation_comp=True):
         return True
     solutions = _solutions(gold), _solutions(answer)
@@ -556,14 +557,23 @@ def _differ_in_kind(gold: Any, answer: Any) -> bool:
     return _depth(gold) != _depth(answer)
 
 
-def _numbered(value: Any) -> Any:
-    """Returns the values of ``x_1 = 1, x_2 = 2``, which are several values of one variable; others as is."""
+def _names(value: Any) -> set[str]:
+    """Returns the names to which ``x_1 = 1, x_2 = 2`` assigns; none of other values."""
     items = value.args if isinstance(value, FiniteSet) and len(value.args) > 1 else ()
-    if not items or not all(map(is_assignment_relation, items)):
+    has_names = bool(items) and all(map(is_assignment_relation, items))
+    return {str(item.lhs) for item in items} if has_names else set()
+
+
+def _numbered(value: Any) -> Any:
+    """Returns the values of ``x_1 = 1, x_2 = 2``, which are several values of one variable; others as is.
+
+    If both answers assign to the same names, each of these may be an unknown.
+    """
+    names = _names(value)
+    is_numbered = len({name.partition("_")[0] for name in names}) == 1
+    if not is_numbered or len(names) != len(value.args):
         return value
-    names = {str(item.lhs) for item in items}
-    is_numbered = len({name.partition("_")[0] for name in names}) == 1 and len(names) == len(items)
-    return FiniteSet(*map(unwrap_eq, items)) if is_numbered else value
+    return FiniteSet(*map(unwrap_eq, value.args))
 
 
 def _vector(value: Any) -> Any:

@@ -215,9 +215,10 @@ def is_comparison(answer: str) -> bool:
     return bool(_BARE_COMPARISON.match(answer))
 
 
+_DOUBT: Final = r"but|or|however|although|though|unless|except|maybe|perhaps|possibly"
 _ANSWERED: Final = re.compile(
-    r"^(\s*(?:yes|true)[,.;:]\s+(?!.*\b(?:no|not|never|false|but)\b|.*n['\u2019]t\b).*"
-    r"|\s*(?:no|false)[,.;:]\s+(?!.*\b(?:yes|true|but)\b).*)$",
+    rf"^(\s*(?:yes|true)[,.;:]\s+(?!.*\b(?:no|not|never|false|wrong|incorrect|fails?|{_DOUBT})\b|.*n['\u2019]t\b).*"
+    rf"|\s*(?:no|false)[,.;:]\s+(?!.*\b(?:yes|true|right|correct|{_DOUBT})\b).*)$",
     re.IGNORECASE,
 )
 """One line that answers a yes-or-no question and says more, which does not take it back."""
