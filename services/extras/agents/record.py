@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 History = Literal["template", "recorded"]
 _Result = TypeVar("_Result")
-# Their tokens take a few milliseconds; those of longer texts would delay all episodes of the process.
 _MAX_STOP_TEXTS = 256
 """Max stop texts of a request; each token of its replies is compared with all of them."""
+# Their tokens take a few milliseconds; those of longer texts would delay all episodes of the process.
 _LONG_CHARACTERS = 20_000
 
 
