@@ -27,6 +27,8 @@ _HOW_MANY: Final = (
 )
 _IN: Final = r"\b(?:in|to)\s+(?:the\s+nearest\s+)?"
 _UNIT_WORDS: Final = r"[A-Za-z°]+(?:\s*/\s*[A-Za-z]+|\^[23])?(?:\s+(?:per\s+)?[A-Za-z]+){0,3}"
+_COUNTS: Final = re.compile(_HOW_MANY, re.IGNORECASE)
+_CONVERTS: Final = re.compile(r"\b(?:convert|chang|express)", re.IGNORECASE)
 _ASKED_UNIT: Final = re.compile(rf"(?:{_HOW_MANY}|{_IN})(?={_UNIT_WORDS})", re.IGNORECASE)
 _UNIT_WORD: Final = re.compile(
     r"(\d(?:\s|[-~${}]|\\[,;:! ])*)?"
@@ -113,10 +115,20 @@ def _asked(question: str) -> tuple[str, units.Unit] | None:
         for end in range(len(words), 0, -1):
             name = " ".join(words[:end]).rstrip(".?,!;:")
             unit = units.unit_of(name)
-            if unit is not None:
+            if unit is not None and not _is_no_unit(name, text[: place.end()]):
                 requested = name, unit
                 break
     return requested
+
+
+def _is_no_unit(name: str, before: str) -> bool:
+    """Returns True for ``in`` of "How many in total?", and for a set or person such as ``A``."""
+    follows_to = before.rstrip().casefold().endswith("to")
+    if name == "in":
+        return not follows_to
+    is_target = not follows_to or bool(_CONVERTS.search(before))
+    is_letter = len(name) == 1 and name.isupper()
+    return is_letter and (bool(_COUNTS.search(before)) or not is_target)
 
 
 def with_asked_unit(question: str, answer: str) -> str:
