@@ -23,12 +23,12 @@ _ADDRESS_NAMES: Final = (
 )
 _URL: Final = re.compile(r"\b[a-z][a-z0-9+.-]{0,40}:/{2,}[^\s\"'<>]{0,2000}", re.IGNORECASE)
 _SEPARATORS: Final = re.compile(
-    r"(?i)[\s,;|=\"'(){}<>@]+|\\+|/{2,}|[a-z]+:/|(?<![\w.])[a-z]+:(?=\d+\.)|(?<=[\w\]]):(?=/)"
+    r"(?i)[\s,;|=\"'(){}<>@]+|\\+|/{2,}|(?<![a-z])[a-z]+:/|(?<![\w.])[a-z]+:(?=\d+\.)|(?<=[\w\]]):(?=/)"
 )
 """Separators of addresses in a list, a command or JSON text, and before one that has no scheme."""
 # A host without letters, such as 16 in 16:9, is a number, unless it is as long as an IPv4 address is.
 _HOST_AND_PORT: Final = re.compile(
-    r"(?P<host>\[[0-9a-f:.%]+\]|[\w.-]*[a-z_][\w.-]*|\d+(?:\.\d+){1,3}|\d{8,12}):\d{1,5}(?:[/?#].*)?",
+    r"(?P<host>\[[0-9a-f:.%]+\]|(?=[\w.-]*[a-z_])[\w.-]+|\d+(?:\.\d+){1,3}|\d{8,12}):\d{1,5}(?:[/?#].*)?",
     re.IGNORECASE | re.DOTALL,
 )
 # Forms of an IPv4 address that no number has: 0x7f000001, 0177.0.0.1, 127.1. Digits alone may be of a phone.

@@ -549,6 +549,13 @@ def test_no_arguments_name_a_host_that_the_installation_does_not_list(roots, arg
     assert not [stray for stray in strays(spec, roots, hosts=hosts) if "reward_hosts" in stray]
 
 
+@pytest.mark.parametrize("word", ["a", "a.b-"])
+def test_a_long_word_names_no_host_and_takes_no_minutes(roots, word):
+    arguments = {"word": word * (200_000 // len(word))}
+    spec = RunSpec.model_validate(with_arguments(ARGUMENTS, arguments))
+    assert not [stray for stray in strays(spec, roots) if "reward_hosts" in stray]
+
+
 def test_ordinary_arguments_name_no_hosts(roots):
     arguments = {
         "ratio": "16:9",
