@@ -12,7 +12,8 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from multiprocessing import get_context
+from contextlib import suppress
+from multiprocessing import get_context, process
 from pathlib import Path
 
 from services.common.fork_server import set_command_line
@@ -36,6 +37,8 @@ class PreparedProcess:
             target=_wait_and_run, args=(module, reader, umask, before)
         )
         self._process.start()
+        # Otherwise the command's exit waits for it, which itself waits for the end of its input.
+        process._children.discard(self._process)  # type: ignore[attr-defined]  # noqa: SLF001
         os.close(reader)
         self._end: AdoptedProcess | None = None
 
@@ -70,9 +73,9 @@ class PreparedProcess:
 
     def kill(self) -> None:
         """Ends it at once and waits for its end."""
+        os.close(self._input)
         self._process.kill()
         self._process.join()
-        os.close(self._input)
 
 
 def _wait_and_run(module: str, reader: int, umask: int, before: Callable[[], None] | None) -> None:
@@ -106,7 +109,8 @@ def _wait_and_run(module: str, reader: int, umask: int, before: Callable[[], Non
     sys.argv = [module]
     set_command_line(sys.executable, "-P", "-m", module)
     # Otherwise tools show the name of the command that was started.
-    Path("/proc/self/comm").write_text(Path(sys.executable).name, encoding="utf-8")
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(Path(sys.executable).name, encoding="utf-8")
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
