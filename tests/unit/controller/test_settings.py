@@ -46,18 +46,18 @@ def test_on_loopback_the_api_has_the_names_of_loopback_only(bind, hosts):
 
 
 @pytest.mark.parametrize(
-    ("cls", "given", "missing"),
+    ("cls", "settings", "missing"),
     [
         (ControllerSettings, CONTROLLER, "service_key_file"),
         (TransferQueueSettings, {}, "service_key_file"),
         (RolloutSettings, WORKER, "run_token"),
     ],
 )
-def test_grpc_that_other_hosts_reach_needs_tokens(cls, given, missing):
-    cls(**given)
+def test_grpc_that_other_hosts_reach_needs_tokens(cls, settings, missing):
+    cls(**settings)
     with pytest.raises(ValidationError, match=missing):
-        cls(**given, bind="0.0.0.0:50051")
-    cls(**given, bind="0.0.0.0:50051", **{missing: "a" * 32})
+        cls(**settings, bind="0.0.0.0:50051")
+    cls(**settings, bind="0.0.0.0:50051", **{missing: "a" * 32})
 
 
 def test_a_run_token_is_not_shown():
@@ -70,28 +70,28 @@ def test_tls_files_belong_together():
 
 
 @pytest.mark.parametrize(
-    ("cls", "given", "name"),
+    ("cls", "settings", "name"),
     [
         (ControllerSettings, CONTROLLER, "controller.slipstream"),
         (TransferQueueSettings, {}, "transferqueue.slipstream"),
     ],
 )
 def test_services_make_their_certificates_with_an_issuer_or_have_them_in_files(
-    tmp_path, cls, given, name
+    tmp_path, cls, settings, name
 ):
     make_issuer(tmp_path / "issuer")
-    identity = cls(**given, tls_issuer=tmp_path / "issuer").identity()
+    identity = cls(**settings, tls_issuer=tmp_path / "issuer").identity()
     names = [name_of(identity.tls.current()), name_of(identity.certificate_for("run_1"))]
     assert names == [name, "run-1.worker.slipstream"]
-    assert cls(**given).identity().certificate_for("run_1") is None
+    assert cls(**settings).identity().certificate_for("run_1") is None
     files = dict.fromkeys(("tls_certificate", "tls_key", "tls_authority"), "file")
     with pytest.raises(ValidationError, match="tls_issuer"):
-        cls(**given, tls_issuer=tmp_path, **files)
+        cls(**settings, tls_issuer=tmp_path, **files)
 
 
 def name_of(certificate):
-    made = x509.load_pem_x509_certificate(certificate.chain)
-    names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    parsed_certificate = x509.load_pem_x509_certificate(certificate.chain)
+    names = parsed_certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     (name,) = names.value.get_values_for_type(x509.DNSName)
     return name
 

@@ -17,16 +17,16 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_token_is_made_listed_and_revoked(run, tmp_path):
-    made = run("create", "ann", "--project", "blue", "--role", "viewer").output.strip()
+    token = run("create", "ann", "--project", "blue", "--role", "viewer").output.strip()
     tokens = TokenStore(Database(f"sqlite:///{tmp_path / 'slipstream.db'}"))
-    found = tokens.authenticate(f"Bearer {made}")
-    assert found == Principal(name="ann", project="blue", role="viewer")
+    principal = tokens.authenticate(f"Bearer {token}")
+    assert principal == Principal(name="ann", project="blue", role="viewer")
     listed = run("list").output
     assert "ann\tblue\tviewer\texpires never" in listed
-    assert made not in listed
+    assert token not in listed
     assert "1 revoked" in run("revoke", "ann").output
     with pytest.raises(UnauthenticatedError):
-        tokens.authenticate(f"Bearer {made}")
+        tokens.authenticate(f"Bearer {token}")
 
 
 def test_a_role_that_does_not_exist_is_refused(run):

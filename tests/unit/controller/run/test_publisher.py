@@ -84,7 +84,7 @@ def rollout(name):
     return SimpleNamespace(worker_id=name, weight_version=-1)
 
 
-def publisher(connections):
+def make_publisher(connections):
     return Publisher(
         spec=SimpleNamespace(num_steps=9),
         journal=SimpleNamespace(record_event=nothing),
@@ -105,121 +105,121 @@ async def trained(publisher, step):
 
 async def test_versions_that_are_overtaken_are_never_sent():
     connections = Parts()
-    one = publisher(connections)
+    publisher = make_publisher(connections)
     connections.may_publish.clear()
-    task = asyncio.create_task(one.run())
+    task = asyncio.create_task(publisher.run())
     for step in (1, 2, 3):
-        await trained(one, step)
-        assert one.is_busy
+        await trained(publisher, step)
+        assert publisher.is_busy
     connections.may_publish.set()
-    await one.wait_served(2)
+    await publisher.wait_served(2)
     assert connections.published == [103]
     assert connections.opened == [3]
     assert connections.serving[0].weight_version == 103
-    await one.wait_idle()
-    assert not one.is_busy
+    await publisher.wait_idle()
+    assert not publisher.is_busy
     task.cancel()
 
 
 async def test_weights_that_changed_since_their_offer_are_sent_under_their_own_version():
     connections = Parts()
-    one = publisher(connections)
+    publisher = make_publisher(connections)
     connections.may_publish.clear()
-    task = asyncio.create_task(one.run())
-    await trained(one, 1)
+    task = asyncio.create_task(publisher.run())
+    await trained(publisher, 1)
     connections.progress.num_steps = 2
     connections.may_publish.set()
-    await one.wait_served(2)
-    await one.offer(2)
-    await one.wait_idle()
+    await publisher.wait_served(2)
+    await publisher.offer(2)
+    await publisher.wait_idle()
     assert connections.published == [102]
     task.cancel()
 
 
 async def test_a_rollout_that_joins_gets_the_copy_while_the_trainer_is_ahead():
     connections = Parts()
-    one = publisher(connections)
-    task = asyncio.create_task(one.run())
-    await trained(one, 1)
-    await one.wait_served(1)
+    publisher = make_publisher(connections)
+    task = asyncio.create_task(publisher.run())
+    await trained(publisher, 1)
+    await publisher.wait_served(1)
     connections.progress.num_steps = 2
     late = rollout("rollout-1")
-    assert await one.admit([late])
-    await one.wait_all_serve()
+    assert await publisher.admit([late])
+    await publisher.wait_all_serve()
     assert (connections.published, late.weight_version) == ([101, 101], 101)
     task.cancel()
 
 
 async def test_what_was_served_before_opens_the_gate_and_is_not_sent_again():
     connections = Parts()
-    one = publisher(connections)
-    task = asyncio.create_task(one.run())
-    await one.record_served(4)
-    await one.wait_served(4)
+    publisher = make_publisher(connections)
+    task = asyncio.create_task(publisher.run())
+    await publisher.record_served(4)
+    await publisher.wait_served(4)
     assert (connections.published, connections.opened) == ([], [4])
     task.cancel()
 
 
 async def test_a_rollout_that_joins_gets_what_is_served_and_nothing_is_evaluated_again():
     connections, evaluated = Parts(), []
-    one = publisher(connections)
+    publisher = make_publisher(connections)
 
     async def published(version, **kwargs):
         evaluated.append(version)
 
-    one.evaluator.published = published
-    task = asyncio.create_task(one.run())
-    await trained(one, 1)
-    await one.wait_served(1)
+    publisher.evaluator.published = published
+    task = asyncio.create_task(publisher.run())
+    await trained(publisher, 1)
+    await publisher.wait_served(1)
     late = rollout("rollout-1")
-    assert await one.admit([late])
-    assert one.is_busy
-    await one.wait_all_serve()
+    assert await publisher.admit([late])
+    assert publisher.is_busy
+    await publisher.wait_all_serve()
     assert (connections.published, evaluated, late.weight_version) == ([101, 101], [101], 101)
     assert connections.opened == [1, 1]
-    assert not one.is_busy
+    assert not publisher.is_busy
     task.cancel()
 
 
 async def test_a_rollout_that_joins_waits_for_the_next_version_where_no_copy_is_left():
     connections = Parts()
-    one = publisher(connections)
-    task = asyncio.create_task(one.run())
-    await one.record_served(4)
+    publisher = make_publisher(connections)
+    task = asyncio.create_task(publisher.run())
+    await publisher.record_served(4)
     late = rollout("rollout-1")
-    assert await one.admit([late])
-    assert not one.is_busy
-    await trained(one, 5)
-    await one.wait_all_serve()
+    assert await publisher.admit([late])
+    assert not publisher.is_busy
+    await trained(publisher, 5)
+    await publisher.wait_all_serve()
     assert (connections.published, late.weight_version) == ([105], 105)
     task.cancel()
 
 
 async def test_in_turns_nothing_is_published_for_a_rollout_that_joins_alone():
     connections = Parts()
-    one = publisher(connections)
-    task = asyncio.create_task(one.run())
-    await trained(one, 1)
-    await one.wait_served(1)
+    publisher = make_publisher(connections)
+    task = asyncio.create_task(publisher.run())
+    await trained(publisher, 1)
+    await publisher.wait_served(1)
     connections.is_needed = True
     late = rollout("rollout-1")
-    assert await one.admit([late])
-    assert not one.is_busy
-    await trained(one, 2)
-    await one.wait_all_serve()
+    assert await publisher.admit([late])
+    assert not publisher.is_busy
+    await trained(publisher, 2)
+    await publisher.wait_all_serve()
     assert (connections.published, late.weight_version) == ([101, 102], 102)
     task.cancel()
 
 
 async def test_what_a_peer_has_sent_is_not_sent_again():
     connections = Parts()
-    one = publisher(connections)
-    task = asyncio.create_task(one.run())
-    await trained(one, 1)
-    await one.wait_served(1)
+    publisher = make_publisher(connections)
+    task = asyncio.create_task(publisher.run())
+    await trained(publisher, 1)
+    await publisher.wait_served(1)
     late, connections.near = rollout("rollout-1"), ["rollout-1"]
-    assert await one.admit([late])
-    await one.wait_all_serve()
+    assert await publisher.admit([late])
+    await publisher.wait_all_serve()
     assert (connections.published, connections.opened, late.weight_version) == ([101], [1, 1], 101)
     task.cancel()
 
@@ -227,19 +227,19 @@ async def test_what_a_peer_has_sent_is_not_sent_again():
 async def test_a_rollout_that_weights_do_not_reach_is_not_waited_for():
     connections = Parts()
     connections.is_reached = False
-    one = publisher(connections)
-    assert not await one.admit([rollout("rollout-1")])
-    await one.wait_all_serve()
+    publisher = make_publisher(connections)
+    assert not await publisher.admit([rollout("rollout-1")])
+    await publisher.wait_all_serve()
 
 
 async def test_a_rollout_that_misses_a_version_is_excluded_before_the_gate_opens():
     connections = Parts()
     connections.serving.append(rollout("rollout-1"))
     connections.is_missing = {"rollout-1"}
-    one = publisher(connections)
-    task = asyncio.create_task(one.run())
-    await trained(one, 1)
-    await one.wait_served(1)
+    publisher = make_publisher(connections)
+    task = asyncio.create_task(publisher.run())
+    await trained(publisher, 1)
+    await publisher.wait_served(1)
     assert (connections.missed, connections.opened) == ([(["rollout-1"], [])], [1])
     assert [worker.weight_version for worker in connections.serving] == [101, -1]
     task.cancel()
@@ -248,17 +248,17 @@ async def test_a_rollout_that_misses_a_version_is_excluded_before_the_gate_opens
 async def test_a_rollout_that_took_no_part_is_a_loss():
     connections = Parts()
     connections.lost = ("rollout-0",)
-    one = publisher(connections)
-    await trained(one, 1)
+    publisher = make_publisher(connections)
+    await trained(publisher, 1)
     with pytest.raises(UnavailableError, match="rollout-0"):
-        await one.run()
+        await publisher.run()
     assert not connections.opened
 
 
 @asynccontextmanager
-async def running(one):
+async def running(publisher):
     """Publishes versions, to late rollouts too, in the block."""
-    tasks = [asyncio.create_task(one.run()), asyncio.create_task(one.follow())]
+    tasks = [asyncio.create_task(publisher.run()), asyncio.create_task(publisher.follow())]
     try:
         yield
     finally:
@@ -269,14 +269,14 @@ async def running(one):
 async def test_the_gate_opens_by_the_oldest_weights_that_receive_groups():
     connections = Parts()
     connections.serving.append(rollout("rollout-1"))
-    one = publisher(connections)
-    async with running(one):
-        await trained(one, 1)
-        await one.wait_served(1)
+    publisher = make_publisher(connections)
+    async with running(publisher):
+        await trained(publisher, 1)
+        await publisher.wait_served(1)
         connections.is_missing = {"rollout-1"}  # it still loads the version from a store
-        await trained(one, 2)
-        await one.wait_served(2)
-        await one.wait_idle()
+        await trained(publisher, 2)
+        await publisher.wait_served(2)
+        await publisher.wait_idle()
         assert connections.opened == [1, 1]
         connections.is_missing = set()
         await connections.on_late()
@@ -286,46 +286,46 @@ async def test_the_gate_opens_by_the_oldest_weights_that_receive_groups():
 
 async def test_a_version_is_published_again_for_a_rollout_that_lacks_a_copy_of_it():
     connections = Parts()
-    one = publisher(connections)
-    async with running(one):
-        await trained(one, 1)
-        await one.wait_served(1)
-        await one.wait_idle()
+    publisher = make_publisher(connections)
+    async with running(publisher):
+        await trained(publisher, 1)
+        await publisher.wait_served(1)
+        await publisher.wait_idle()
         connections.may_publish.clear()
         connections.is_lacking = True
         await connections.on_late()
-        assert one.is_busy
+        assert publisher.is_busy
         connections.may_publish.set()
-        await one.wait_idle()
+        await publisher.wait_idle()
         assert connections.published == [101, 101]
 
 
 async def test_a_rollout_that_joins_and_loads_for_long_needs_one_publication():
     connections = Parts()
-    one = publisher(connections)
-    async with running(one):
-        await trained(one, 1)
-        await one.wait_served(1)
-        await one.wait_idle()
+    publisher = make_publisher(connections)
+    async with running(publisher):
+        await trained(publisher, 1)
+        await publisher.wait_served(1)
+        await publisher.wait_idle()
         connections.is_missing, connections.late = {"rollout-1"}, ("rollout-1",)
-        await one.admit([rollout("rollout-1")])
+        await publisher.admit([rollout("rollout-1")])
         async with asyncio.timeout(10):
-            await one.wait_idle()
+            await publisher.wait_idle()
         assert connections.published == [101, 101]
         connections.is_missing = set()
         await connections.on_late()
-        await one.wait_all_serve()
+        await publisher.wait_all_serve()
 
 
 async def test_a_rollout_that_leaves_before_it_serves_weights_is_not_waited_for():
     connections = Parts()
-    one = publisher(connections)
-    await one.record_served(0)
+    publisher = make_publisher(connections)
+    await publisher.record_served(0)
     connections.copied = 100
-    await one.admit([rollout("rollout-1")])
-    assert one.is_busy
+    await publisher.admit([rollout("rollout-1")])
+    assert publisher.is_busy
     connections.serving.pop()
-    await one.forget(["rollout-1"])
-    assert not one.is_busy
+    await publisher.forget(["rollout-1"])
+    assert not publisher.is_busy
     async with asyncio.timeout(10):
-        await one.wait_all_serve()
+        await publisher.wait_all_serve()

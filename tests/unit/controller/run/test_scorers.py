@@ -72,37 +72,37 @@ async def scoring(monkeypatch):
         yield opened
 
 
-async def add(found, batch, *, is_trained=False):
-    return await found.add_fields(batch, weight_version=3, is_trained=is_trained, timeout_s=1.0)
+async def add(scorers, batch, *, is_trained=False):
+    return await scorers.add_fields(batch, weight_version=3, is_trained=is_trained, timeout_s=1.0)
 
 
 async def test_workers_of_a_kind_share_the_tokens_and_kinds_get_all_samples(scoring):
-    found, calls = await scoring(("logp", "l0"), ("logp", "l1"), ("critic", "c0"))
-    assert found.needs_weights
-    assert await add(found, Batch((9, 1, 5, 4))) == "stored"
+    scorers, calls = await scoring(("logp", "l0"), ("logp", "l1"), ("critic", "c0"))
+    assert scorers.needs_weights
+    assert await add(scorers, Batch((9, 1, 5, 4))) == "stored"
     assert sorted(calls["l0"] + calls["l1"]) == [0, 1, 2, 3]
     assert {calls["l0"], calls["l1"]} == {(0, 1), (2, 3)}
     assert calls["c0"] == (0, 1, 2, 3)
 
 
 async def test_a_trained_batch_is_not_scored_under_later_weights(scoring):
-    found, calls = await scoring(("logp", "l0"), ("critic", "c0"))
-    await add(found, Batch((1, 2)), is_trained=True)
+    scorers, calls = await scoring(("logp", "l0"), ("critic", "c0"))
+    await add(scorers, Batch((1, 2)), is_trained=True)
     assert calls.keys() == {"c0"}
 
 
 async def test_without_workers_that_score_batches_nothing_is_asked(scoring):
-    found, calls = await scoring(("ref_logp", "r0"))
+    scorers, calls = await scoring(("ref_logp", "r0"))
     batch = Batch((1, 2))
-    assert await add(found, batch) is batch
-    assert not found.needs_weights
+    assert await add(scorers, batch) is batch
+    assert not scorers.needs_weights
     assert not calls
 
 
 async def test_a_kind_that_is_added_is_asked_too(scoring, tmp_path, monkeypatch):
     install_role(tmp_path, monkeypatch, "prm", tasks=("prm",), scores="batches")
-    found, calls = await scoring(("prm", "p0"))
-    await add(found, Batch((1,)))
+    scorers, calls = await scoring(("prm", "p0"))
+    await add(scorers, Batch((1,)))
     assert calls == {"p0": (0,)}
 
 

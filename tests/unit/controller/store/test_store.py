@@ -94,8 +94,8 @@ def order_of(ledger, position=0):
 
 @pytest.mark.parametrize("is_stored_each_time", [True, False])
 async def test_returned_rows_are_read_back(journal, is_stored_each_time):
-    kept = Ledger(max_attempts=3)
-    order, issued = order_of(kept), []
+    steady_ledger = Ledger(max_attempts=3)
+    order, issued = order_of(steady_ledger), []
     # A run that restarts after each row, beside one that never does.
     ledger, position, again = Ledger(max_attempts=3), 0, []
     for number in range(24):
@@ -175,7 +175,7 @@ async def test_a_rewound_run_has_no_checkpoints_of_later_steps(journal, database
     await journal.record_event(Note("StepCommitted", ""), Ledger(max_attempts=3))
     await journal.rewind(2, version=5, message="lost")
     # The run saves a new checkpoint of step 4 when it repeats the step.
-    assert [each.step for each in await journal.read(ready_checkpoints)] == [2]
+    assert [checkpoint.step for checkpoint in await journal.read(ready_checkpoints)] == [2]
     assert await journal.newest_snapshot() == "slot-2"
 
 

@@ -32,7 +32,7 @@ async def test_a_process_that_an_agent_forks_ends_without_an_answer(tmp_path: Pa
     (tmp_path / "agents.py").write_text(AGENTS)
     async with agent_runner(f"{tmp_path}/agents.py:forks", 1, AddressPolicy()) as runner:
         async with asyncio.timeout(60):
-            answers = await asyncio.gather(*[runner.run({"number": each}) for each in range(8)])
+            answers = await asyncio.gather(*[runner.run({"number": number}) for number in range(8)])
         assert answers == [*range(8)]
         (agent,) = [
             process

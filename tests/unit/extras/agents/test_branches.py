@@ -120,10 +120,10 @@ async def test_an_interrupted_episode_continues_with_all_its_conversations(cut: 
     with pytest.raises(Interrupted):
         async with client_of(interrupted) as client:
             await branch(client)
-    kept = interrupted.recorded({})
+    turns = interrupted.recorded({})
     rest = Scripted([lines[cut - 1][3:], *lines[cut:]])
-    resumed = make_episode(rest, recorded=kept)
-    assert resumed.recorded({}) == kept
+    resumed = make_episode(rest, recorded=turns)
+    assert resumed.recorded({}) == turns
     async with client_of(resumed) as client:
         await branch(client)
     await TrainedConversations("all").choose(resumed)

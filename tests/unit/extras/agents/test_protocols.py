@@ -106,7 +106,7 @@ async def test_messages_with_tools_over_two_turns(streams: bool) -> None:
     async with _served(episode) as access, _anthropic(access) as client:
 
         async def ask() -> Any:
-            given = {
+            parameters = {
                 "model": "policy",
                 "max_tokens": 200,
                 "system": "Add.",
@@ -114,8 +114,8 @@ async def test_messages_with_tools_over_two_turns(streams: bool) -> None:
                 "tools": tools,
             }
             if not streams:
-                return await client.messages.create(**given)
-            async with client.messages.stream(**given) as stream:
+                return await client.messages.create(**parameters)
+            async with client.messages.stream(**parameters) as stream:
                 return await stream.get_final_message()
 
         first = await ask()
@@ -144,11 +144,11 @@ async def test_responses_with_tools_over_two_turns(streams: bool, is_stored: boo
     tools = [{"type": "function", "name": "add", "parameters": SCHEMA, "strict": False}]
     async with _served(episode) as access, _openai(access) as client:
 
-        async def ask(**given: Any) -> Any:
-            given |= {"model": "policy", "instructions": "Add.", "tools": tools}
+        async def ask(**parameters: Any) -> Any:
+            parameters |= {"model": "policy", "instructions": "Add.", "tools": tools}
             if not streams:
-                return await client.responses.create(**given)
-            async with client.responses.stream(**given) as stream:
+                return await client.responses.create(**parameters)
+            async with client.responses.stream(**parameters) as stream:
                 return await stream.get_final_response()
 
         first = await ask(input="1 + 2?")
@@ -159,8 +159,8 @@ async def test_responses_with_tools_over_two_turns(streams: bool, is_stored: boo
         if is_stored:
             second = await ask(input=[output], previous_response_id=first.id)
         else:
-            said = [item.model_dump() for item in first.output]
-            second = await ask(input=[user("1 + 2?"), *said, output])
+            items = [item.model_dump() for item in first.output]
+            second = await ask(input=[user("1 + 2?"), *items, output])
     assert second.output_text == "It is 3."
     assert second.usage.output_tokens == len("It is 3.") + 1
     assert _sampled(episode) == [f"Let me add. {CALL}", "It is 3."]
@@ -171,21 +171,24 @@ async def test_responses_with_tools_over_two_turns(streams: bool, is_stored: boo
 async def test_a_reply_that_a_stop_sequence_or_the_limit_ends() -> None:
     episode = make_episode(Scripted(["abcdef", "abcdef"]))
     async with _served(episode) as access, _anthropic(access) as client:
-        given = {"model": "policy", "messages": [user("x")]}
-        stopped = await client.messages.create(**given, max_tokens=50, stop_sequences=["cd"])
+        parameters = {"model": "policy", "messages": [user("x")]}
+        stopped = await client.messages.create(**parameters, max_tokens=50, stop_sequences=["cd"])
         assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "cd")
         assert stopped.content[0].text == "ab"
-        cut = await client.messages.create(**given, max_tokens=3)
+        cut = await client.messages.create(**parameters, max_tokens=3)
         assert (cut.stop_reason, cut.content[0].text) == ("max_tokens", "abc")
-        counted = await client.messages.count_tokens(**given)
+        counted = await client.messages.count_tokens(**parameters)
         assert counted.input_tokens == cut.usage.input_tokens
 
 
 async def test_a_response_at_the_limit_is_incomplete() -> None:
     async with _served(make_episode(Scripted(["abcdef"]))) as access, _openai(access) as client:
-        found = await client.responses.create(model="policy", input="x", max_output_tokens=3)
-    assert (found.status, found.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert found.output_text == "abc"
+        response = await client.responses.create(model="policy", input="x", max_output_tokens=3)
+    assert (response.status, response.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+    assert response.output_text == "abc"
 
 
 @pytest.mark.parametrize(
@@ -259,8 +262,8 @@ async def test_a_thread_is_refused_with_the_code_by_which_the_tool_runner_contin
     None
 ):
     async with client_of(make_episode(Scripted(["a"]))) as http:
-        given = {"model": "policy", "max_tokens": 5, "messages": [user("x")]}
-        response = await http.post("/messages", json={**given, "thread": {"type": "create"}})
+        parameters = {"model": "policy", "max_tokens": 5, "messages": [user("x")]}
+        response = await http.post("/messages", json={**parameters, "thread": {"type": "create"}})
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error"
@@ -270,7 +273,10 @@ async def test_a_thread_is_refused_with_the_code_by_which_the_tool_runner_contin
 async def test_a_wrong_key_is_rejected_in_each_protocols_form() -> None:
     async with client_of(make_episode(Scripted(["a"]))) as http:
         http.headers["Authorization"] = "Bearer wrong"
-        found = await http.post("/messages", json={})
-        assert (found.status_code, found.json()["error"]["type"]) == (401, "authentication_error")
-        found = await http.post("/responses", json={})
-        assert (found.status_code, found.json()["error"]["code"]) == (401, "invalid_api_key")
+        response = await http.post("/messages", json={})
+        assert (response.status_code, response.json()["error"]["type"]) == (
+            401,
+            "authentication_error",
+        )
+        response = await http.post("/responses", json={})
+        assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")

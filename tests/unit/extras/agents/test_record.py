@@ -103,12 +103,12 @@ async def test_the_same_tokens_get_the_same_seed_however_they_were_asked():
             *(user("x"), first["choices"][0]["message"]),
             *(user("y"), second["choices"][0]["message"], user("z")),
         )
-    asked = engine.requests[2]
+    first_request = engine.requests[2]
     async with client_of(make_episode(engine)) as client:
-        body = {"model": "policy", "prompt": list(asked.context_ids)}
+        body = {"model": "policy", "prompt": list(first_request.context_ids)}
         assert (await client.post("/completions", json=body)).status_code == 200
-    assert engine.requests[3].context_ids == asked.context_ids
-    assert engine.requests[3].seed == asked.seed
+    assert engine.requests[3].context_ids == first_request.context_ids
+    assert engine.requests[3].seed == first_request.seed
 
 
 async def test_a_token_id_beyond_64_bits_is_rejected_and_the_episode_continues():
@@ -130,11 +130,11 @@ async def test_an_asked_seed_gives_the_same_draws_again():
 
 
 async def test_a_call_that_is_nested_without_end_is_text():
-    said = '<tool_call>{"name": ' + "[" * 2000 + "}</tool_call>"
+    reply = '<tool_call>{"name": ' + "[" * 2000 + "}</tool_call>"
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    async with client_of(make_episode(Scripted([said]), room=5000)) as client:
+    async with client_of(make_episode(Scripted([reply]), room=5000)) as client:
         message = (await chat(client, user("add"), tools=tools))["choices"][0]["message"]
-    assert message["content"] == said
+    assert message["content"] == reply
 
 
 async def test_tool_calls_are_parsed_and_their_results_observed():
@@ -146,12 +146,12 @@ async def test_tool_calls_are_parsed_and_their_results_observed():
         first = await chat(client, user("add"), tools=tools)
         choice = first["choices"][0]
         assert choice["finish_reason"] == "tool_calls"
-        asked = choice["message"]["tool_calls"][0]
-        assert (asked["function"]["name"], json.loads(asked["function"]["arguments"])) == (
+        tool_call = choice["message"]["tool_calls"][0]
+        assert (tool_call["function"]["name"], json.loads(tool_call["function"]["arguments"])) == (
             "add",
             {"a": 1},
         )
-        result = {"role": "tool", "tool_call_id": asked["id"], "content": "2"}
+        result = {"role": "tool", "tool_call_id": tool_call["id"], "content": "2"}
         second = await chat(client, user("add"), choice["message"], result, tools=tools)
     assert second["choices"][0]["message"]["content"] == "done"
     assert [turn.is_sampled for turn in episode.response_turns] == [True, False, True]
@@ -206,11 +206,11 @@ async def test_an_interrupted_agent_continues_inside_the_reply_without_resamplin
     with pytest.raises(Interrupted):
         async with client_of(cut) as client:
             await act(client)
-    kept = cut.recorded({})
-    assert [turn.is_cut for turn in kept] == [False, False, False, True]
+    turns = cut.recorded({})
+    assert [turn.is_cut for turn in turns] == [False, False, False, True]
     rest = Scripted(["ond"])
-    resumed = make_episode(rest, recorded=kept)
-    assert resumed.recorded({}) == kept
+    resumed = make_episode(rest, recorded=turns)
+    assert resumed.recorded({}) == turns
     async with client_of(resumed) as client:
         await act(client)
     whole = make_episode(Scripted(lines))

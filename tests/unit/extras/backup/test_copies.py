@@ -51,7 +51,7 @@ def test_a_copy_of_a_live_database_has_what_is_only_in_its_log(live, path, tmp_p
     assert backup(path, copy) == 2
     assert sorted(runs_in(copy)) == ["1", "2"]
     assert copy.stat().st_mode & 0o777 == 0o600
-    assert [found.name for found in tmp_path.glob("copy*")] == ["copy.db"]
+    assert [file.name for file in tmp_path.glob("copy*")] == ["copy.db"]
 
 
 def test_a_copy_is_put_back_without_the_log_of_what_it_replaces(live, path, tmp_path):
@@ -91,7 +91,7 @@ def test_what_is_no_whole_copy_replaces_nothing(live, path, tmp_path, damage):
     with pytest.raises(InvalidArgumentError, match=r"copy\.db"):
         restore(copy, path, overwrite=True)
     assert runs_in(path) == ["1"]
-    assert sorted(found.name for found in path.parent.glob("*.unfinished")) == []
+    assert sorted(file.name for file in path.parent.glob("*.unfinished")) == []
 
 
 def test_the_commands_say_what_they_copied_and_why_not(live, path, tmp_path):

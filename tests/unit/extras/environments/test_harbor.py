@@ -71,9 +71,9 @@ async def played(root):
     service = SandboxService(SandboxPool(spec))
     async with service.serving("127.0.0.1:0", host="127.0.0.1"), service.open(row) as box:
         environment = HarborTask()
-        seen = await environment.reset(row, seed=0, sandbox=RemoteSandbox(box.access))
-        assert seen["messages"] == "add(3, 4) must be 7."
-        assert seen["tools"][0]["function"]["name"] == "bash"
+        observation = await environment.reset(row, seed=0, sandbox=RemoteSandbox(box.access))
+        assert observation["messages"] == "add(3, 4) must be 7."
+        assert observation["tools"][0]["function"]["name"] == "bash"
         yield environment
 
 
@@ -81,14 +81,14 @@ async def played(root):
 async def test_a_task_runs_unchanged_and_its_tests_write_the_reward(tmp_path) -> None:
     solution = (make_task(tmp_path) / "solution" / "solve.sh").read_text()
     async with played(tmp_path) as environment:
-        seen = await environment.step(call("pwd; ls; cat /tests/* 2>&1; false"))
-        said = seen["messages"][0]
-        assert said["tool_call_id"] == "1"
-        assert said["content"].startswith("/app\nDockerfile\ncalc.py\n")
-        assert "EXPECTED" not in said["content"]  # the tests are copied into the sandbox later
-        assert said["content"].endswith("(status 1)")
-        seen = await environment.step(call(solution))
-        assert "done" not in seen
+        observation = await environment.step(call("pwd; ls; cat /tests/* 2>&1; false"))
+        message = observation["messages"][0]
+        assert message["tool_call_id"] == "1"
+        assert message["content"].startswith("/app\nDockerfile\ncalc.py\n")
+        assert "EXPECTED" not in message["content"]  # the tests are copied into the sandbox later
+        assert message["content"].endswith("(status 1)")
+        observation = await environment.step(call(solution))
+        assert "done" not in observation
         assert await environment.step({"role": "assistant", "content": "Done."}) == {
             "messages": [],
             "done": True,
@@ -103,10 +103,10 @@ async def test_an_episode_that_a_limit_ends_is_judged_and_cheating_does_not_coun
     async with played(tmp_path) as environment:
         cheat = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json"
         await environment.step(call(cheat))
-        seen = await environment.step(
+        observation = await environment.step(
             {"role": "assistant", "tool_calls": [{"function": {"arguments": "x"}}]}
         )
-        assert "command" in seen["messages"][0]["content"]
+        assert "command" in observation["messages"][0]["content"]
         assert await environment.close() == {"reward": 0.0}
 
 
@@ -124,8 +124,8 @@ async def test_tests_without_a_reward_fail_the_episode(tmp_path, test) -> None:
 def test_images_are_the_task_s_own_or_named_after_it(tmp_path) -> None:
     make_task(tmp_path, "one")
     make_task(tmp_path, "two", task=TASK + 'docker_image = "registry/two:1"\n')
-    found = tasks(str(tmp_path), image="tasks/{name}:3")
-    assert [row["image"] for row in found] == ["tasks/one:3", "registry/two:1"]
+    rows = tasks(str(tmp_path), image="tasks/{name}:3")
+    assert [row["image"] for row in rows] == ["tasks/one:3", "registry/two:1"]
 
 
 @pytest.mark.parametrize(

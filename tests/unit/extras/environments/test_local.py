@@ -31,8 +31,8 @@ async def test_a_process_that_an_environment_forks_ends_without_an_answer(tmp_pa
         async with asyncio.timeout(60):
             session, _ = await environment.begin({}, seed=0)
             for _ in range(3):
-                seen = await session.step({"role": "user", "content": ""})
-                assert "of the parent" in str(seen.messages)
+                observation = await session.step({"role": "user", "content": ""})
+                assert "of the parent" in str(observation.messages)
         (host,) = [
             process for process in psutil.Process().children() if reference in process.cmdline()
         ]

@@ -27,8 +27,8 @@ def test_the_answer_is_the_red_square_of_the_picture() -> None:
         middles = [(x, y) for y in (4, 12) for x in (4, 12)]
         (red,) = (
             letter
-            for letter, place in zip("ABCD", middles, strict=True)
-            if image.getpixel(place)[0] > 2 * max(image.getpixel(place)[1:])
+            for letter, pixel in zip("ABCD", middles, strict=True)
+            if image.getpixel(pixel)[0] > 2 * max(image.getpixel(pixel)[1:])
         )
         assert episode.step(said(red)) == {"done": True, "reward": {"right": 1.0}}
         letters.add(red)

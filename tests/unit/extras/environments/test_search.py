@@ -14,11 +14,11 @@ EXAMPLE = Path(__file__).parents[4] / "examples" / "search"
 def play(policy: Any, *, seed: int) -> tuple[float, int]:
     """Plays a game and returns its reward and number of moves."""
     game = load_callable(f"{EXAMPLE / 'search.py'}:Search")()
-    seen, earned, moves = game.reset({"index": 0}, seed=seed), 0.0, 0
-    while not seen.get("done"):
-        way = seen["messages"][-1]
-        seen = game.step({"role": "assistant", "content": policy(way)})
-        earned, moves = earned + sum(seen["reward"].values()), moves + 1
+    observation, earned, moves = game.reset({"index": 0}, seed=seed), 0.0, 0
+    while not observation.get("done"):
+        way = observation["messages"][-1]
+        observation = game.step({"role": "assistant", "content": policy(way)})
+        earned, moves = earned + sum(observation["reward"].values()), moves + 1
     return earned, moves
 
 

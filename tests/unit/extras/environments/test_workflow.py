@@ -119,9 +119,9 @@ async def test_an_interrupted_episode_is_played_again_without_sampling(games: st
     cut = await play(games, Scripted(["1", "22222", "7"], cut=2))
     engine = Scripted(["2222", "7"])
     episode = await play(games, engine, recorded=cut.turns)
-    said = [text for is_sampled, text in texts(episode) if is_sampled]
-    assert said[0] == "1"
-    assert said[1].startswith("222")
+    replies = [text for is_sampled, text in texts(episode) if is_sampled]
+    assert replies[0] == "1"
+    assert replies[1].startswith("222")
     assert len(engine.requests) == 2
     assert episode.earned is not None
 

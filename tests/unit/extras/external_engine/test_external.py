@@ -23,8 +23,8 @@ WEIGHTS = {"weight": torch.ones(2, 3)}
 class ScriptedStream:
     """Fake stream with one token per iteration of the event loop; each token is the length of its context."""
 
-    def __init__(self, part: Segment, backend: "ScriptedBackend") -> None:
-        self.part = part
+    def __init__(self, segment: Segment, backend: "ScriptedBackend") -> None:
+        self.part = segment
         self._backend = backend
         self._num_done = 0
 
@@ -70,10 +70,10 @@ class ScriptedBackend:
         started()
         await asyncio.Event().wait()
 
-    async def submit(self, part: Segment) -> ScriptedStream:
-        self.parts.append(part)
-        self.running.add(part.segment_id)
-        return ScriptedStream(part, self)
+    async def submit(self, segment: Segment) -> ScriptedStream:
+        self.parts.append(segment)
+        self.running.add(segment.segment_id)
+        return ScriptedStream(segment, self)
 
     async def abort_segments(self, segment_ids: Collection[str]) -> None:
         self.cuts |= set(segment_ids)
@@ -163,9 +163,9 @@ async def test_many_requests_at_once_leave_the_event_loop_to_others_in_between()
     submitted_at: list[int] = []
     submit = backend.submit
 
-    async def counted(part: Segment) -> ScriptedStream:
+    async def counted(segment: Segment) -> ScriptedStream:
         submitted_at.append(turns[0])
-        return await submit(part)
+        return await submit(segment)
 
     async def count() -> None:
         while True:

@@ -13,8 +13,8 @@ def test_tensors_of_any_type_and_shape_survive_the_end_of_sharing() -> None:
         "d": torch.randn(4, 6).t(),
     }
     with shared(tensors) as description:
-        found = open_shared(description)
-    assert found.keys() == tensors.keys()
+        opened_tensors = open_shared(description)
+    assert opened_tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
+        assert opened_tensors[name].dtype == tensor.dtype
+        assert torch.equal(opened_tensors[name], tensor)

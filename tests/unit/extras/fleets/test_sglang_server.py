@@ -288,8 +288,8 @@ async def test_no_token_has_another_version_than_it_states_while_servers_restart
 
         async def sample(number: int) -> None:
             for index in range(updates):
-                asked = request(f"r{number}.{index}", (number, 2), max_tokens=6)
-                results.append(await engine.generate(asked))
+                generation = request(f"r{number}.{index}", (number, 2), max_tokens=6)
+                results.append(await engine.generate(generation))
 
         async def restart() -> None:
             while True:

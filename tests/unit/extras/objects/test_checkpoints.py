@@ -68,9 +68,9 @@ def publish(
     for rank in (1, 2):
         name = f"shard-{rank:05d}-00001.safetensors"
         (unfinished / name).write_bytes(random.Random(step).randbytes(size))
-    kept = {*keep_steps, *store.pending_steps()}
+    steps_to_keep = {*keep_steps, *store.pending_steps()}
     return manifest.publish(
-        root, step, {"step": step}, keep=keep, keep_steps=kept, upload=new_id("upload")
+        root, step, {"step": step}, keep=keep, keep_steps=steps_to_keep, upload=new_id("upload")
     )
 
 
@@ -90,8 +90,8 @@ def save(
 
 
 def stored_steps(store: ObjectCheckpoints) -> list[int]:
-    found = stored_checkpoints(ObjectFolder(store.url).list())
-    return sorted(step for step, checkpoint in found.items() if checkpoint.is_published)
+    checkpoints = stored_checkpoints(ObjectFolder(store.url).list())
+    return sorted(step for step, checkpoint in checkpoints.items() if checkpoint.is_published)
 
 
 def test_the_newest_checkpoint_is_restored_on_another_machine(
@@ -428,8 +428,8 @@ def test_readers_see_whole_checkpoints_whenever_the_writer_is_killed(
 def _check_whole(url: str, root: Path) -> int:
     """Downloads every visible checkpoint; returns the newest step."""
     store = ObjectCheckpoints(ObjectFolder(url))
-    found = stored_checkpoints(ObjectFolder(url).list())
-    steps = [step for step, checkpoint in found.items() if checkpoint.is_published]
+    checkpoints = stored_checkpoints(ObjectFolder(url).list())
+    steps = [step for step, checkpoint in checkpoints.items() if checkpoint.is_published]
     for step in steps:
         store.restore_newest(root / str(step), before=step + 1)
         assert manifest.newest(root / str(step))[1] == {"step": step}

@@ -70,11 +70,11 @@ def advised(*batches, pause_s=4000.0, spec=SPEC, gpus=3):
             )
         )
         for batch in batches:
-            for one in batch:
-                if one is RESIZED:
+            for record in batch:
+                if record is RESIZED:
                     advisor.reset()
                 else:
-                    advisor.record_step(one)
+                    advisor.record_step(record)
             await advisor.update()
             clock.now += pause_s
 

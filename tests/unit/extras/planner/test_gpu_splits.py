@@ -27,28 +27,28 @@ def planned(rates=RATES, *, gpus=4, bounds=(0, 1, 4), **changes):
         gpus=gpus,
         **{k: changes.pop(k) for k in ("engine_gpus",) if k in changes} or {"engine_gpus": 1},
     )
-    given = {"slots": lambda max_staleness, rollouts: 32, "max_slots": 32, **changes}
-    return plan_splits(rates, BASE, room=room, bounds=bounds, **given)
+    arguments = {"slots": lambda max_staleness, rollouts: 32, "max_slots": 32, **changes}
+    return plan_splits(rates, BASE, room=room, bounds=bounds, **arguments)
 
 
 def test_every_gpu_is_used_and_every_lag_is_tried():
-    found = planned()
+    plan = planned()
     ways = {
-        (s.setting.trainer_gpus, s.setting.rollouts, s.setting.max_staleness) for s in found.splits
+        (s.setting.trainer_gpus, s.setting.rollouts, s.setting.max_staleness) for s in plan.splits
     }
     assert ways == {(t, 4 - t, max_staleness) for t in (1, 2, 3) for max_staleness in (0, 1, 4)}
 
 
 @pytest.mark.parametrize(("train_tokens_per_s", "trainer_gpus"), [(500.0, 3), (1e6, 1)])
 def test_the_slower_side_gets_more(train_tokens_per_s, trainer_gpus):
-    found = planned(replace(RATES, train_tokens_per_s=train_tokens_per_s))
-    assert found.best.setting.trainer_gpus == trainer_gpus
+    plan = planned(replace(RATES, train_tokens_per_s=train_tokens_per_s))
+    assert plan.best.setting.trainer_gpus == trainer_gpus
 
 
 def test_the_recommendation_is_close_to_the_best():
-    found = planned()
-    most = max(split.prediction.samples_per_s for split in found.splits)
-    assert found.best.prediction.samples_per_s >= 0.95 * most
+    plan = planned()
+    most = max(split.prediction.samples_per_s for split in plan.splits)
+    assert plan.best.prediction.samples_per_s >= 0.95 * most
 
 
 def test_of_equals_the_least_lag_is_taken():
@@ -57,20 +57,20 @@ def test_of_equals_the_least_lag_is_taken():
 
 
 def test_engines_of_two_gpus_take_two_each():
-    found = planned(gpus=6, engine_gpus=2)
-    assert {(s.setting.trainer_gpus, s.setting.rollouts) for s in found.splits} == {(2, 2), (4, 1)}
+    plan = planned(gpus=6, engine_gpus=2)
+    assert {(s.setting.trainer_gpus, s.setting.rollouts) for s in plan.splits} == {(2, 2), (4, 1)}
 
 
 def test_more_slots_are_tried_if_they_fit():
     rates = replace(RATES, decode=DecodeTime(fixed_s=0.005, sample_s=0.0, max_samples=1000))
-    found = planned(rates, gpus=2, slots=lambda max_staleness, rollouts: 8, max_slots=16)
-    assert found.best.setting.slots == 16
+    plan = planned(rates, gpus=2, slots=lambda max_staleness, rollouts: 8, max_slots=16)
+    assert plan.best.setting.slots == 16
 
 
 def test_what_cannot_be_is_left_out_with_its_reason():
-    found = planned(refused=lambda way: "too small" if way.trainer_gpus == 1 else "")
-    assert found.refused == {"1": "too small"}
-    assert all(split.setting.trainer_gpus > 1 for split in found.splits)
+    plan = planned(refused=lambda way: "too small" if way.trainer_gpus == 1 else "")
+    assert plan.refused == {"1": "too small"}
+    assert all(split.setting.trainer_gpus > 1 for split in plan.splits)
 
 
 def test_too_few_gpus_are_refused_with_the_figures():
@@ -91,8 +91,8 @@ def test_many_gpus_are_not_tried_one_by_one():
 
 
 def test_turns_on_all_gpus_are_tried_where_they_may_be():
-    found = planned(gpus=4, bounds=(0, 1), may_colocate=lambda way: way.max_staleness < 2)
-    turns = [split.setting for split in found.splits if split.setting.is_colocated]
+    plan = planned(gpus=4, bounds=(0, 1), may_colocate=lambda way: way.max_staleness < 2)
+    turns = [split.setting for split in plan.splits if split.setting.is_colocated]
     assert [
         (s.trainer_gpus, s.rollouts, s.colocated_rollouts, s.placement) for s in turns[::2]
     ] == [
@@ -125,7 +125,7 @@ def test_a_trainer_has_one_node_at_most_or_whole_nodes():
     sizes = {size for size in range(1, 40) if size <= 8 or size % 8 == 0}
     assert sizes.issuperset(room.trainer_sizes())
     assert any(size > 8 for size in room.trainer_sizes())
-    found = planned(gpus=12, gpus_per_node=4, may_colocate=lambda way: True)
-    assert {split.setting.trainer_gpus for split in found.splits} <= {1, 2, 3, 4, 8}
-    turns = {split.setting.trainer_gpus for split in found.splits if split.setting.is_colocated}
+    plan = planned(gpus=12, gpus_per_node=4, may_colocate=lambda way: True)
+    assert {split.setting.trainer_gpus for split in plan.splits} <= {1, 2, 3, 4, 8}
+    turns = {split.setting.trainer_gpus for split in plan.splits if split.setting.is_colocated}
     assert max(turns) <= 4, "a trainer of several nodes takes no turns with rollouts"

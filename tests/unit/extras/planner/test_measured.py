@@ -24,7 +24,7 @@ LENGTHS = {64: 100, 128: 60, 256: 30, 512: 10}
 
 def steps(count=12, **changes):
     """Returns steps of a run whose bottleneck is generation."""
-    one = {
+    base_step = {
         "seconds": 2.0,
         "trainer_wait_s": 1.2,
         "seconds_total": 0.8,
@@ -41,7 +41,7 @@ def steps(count=12, **changes):
         "adopt_ms": 50.0,
         "stall_ms": 30.0,
     }
-    return [{"step": float(number), **one, **changes} for number in range(1, count + 1)]
+    return [{"step": float(number), **base_step, **changes} for number in range(1, count + 1)]
 
 
 def test_rates_are_those_of_the_steps():
@@ -99,8 +99,8 @@ def measured(**changes):
 
 
 def test_advice_names_the_bottleneck_and_a_remedy():
-    found, rates = measured()
-    advice = advise(found, rates, SETTING, gpus=3)
+    steps_of_run, rates = measured()
+    advice = advise(steps_of_run, rates, SETTING, gpus=3)
     assert advice.is_trusted
     assert advice.changes
     assert advice.changes[0].gain > 1.05
@@ -110,7 +110,7 @@ def test_advice_names_the_bottleneck_and_a_remedy():
         "algorithm.max_staleness",
         "rollout.max_running_samples",
     }
-    assert f"{100 * waited_fraction(found):.0f} %" in advice.message()
+    assert f"{100 * waited_fraction(steps_of_run):.0f} %" in advice.message()
     assert all(change.key in advice.message() for change in advice.changes)
 
 
@@ -124,21 +124,21 @@ def test_nothing_is_promised_where_the_prediction_is_off():
 
 
 def test_the_advice_does_not_deny_a_better_placement():
-    found, rates = measured()
-    advice = replace(advise(found, rates, SETTING), changes=())
+    steps_of_run, rates = measured()
+    advice = replace(advise(steps_of_run, rates, SETTING), changes=())
     assert "No change" in replace(advice, placement_gains={"colocated": 0.9}).remedy()
     assert "No change" not in replace(advice, placement_gains={"colocated": 1.3}).remedy()
 
 
 def test_given_rates_replace_others():
     _, rates = measured()
-    found = with_overrides(
+    changed_rates = with_overrides(
         rates,
         {"stall_s": 0.5, "lengths": {"geometric": {"mean_tokens": 9, "max_tokens": 20}}},
     )
-    assert found.stall_s == 0.5
-    assert found.lengths == Geometric(mean_tokens=9, max_tokens=20)
-    assert found.decode == rates.decode
+    assert changed_rates.stall_s == 0.5
+    assert changed_rates.lengths == Geometric(mean_tokens=9, max_tokens=20)
+    assert changed_rates.decode == rates.decode
 
 
 @pytest.mark.parametrize(
@@ -174,13 +174,13 @@ def test_given_nonsense_is_refused_with_its_key(document, words):
     ],
 )
 def test_the_remedy_is_for_the_side_that_is_short(waited_part, idle_part, bottleneck, helps):
-    found, rates = measured()
-    seconds = found[0]["seconds"]
-    found = [
+    steps_of_run, rates = measured()
+    seconds = steps_of_run[0]["seconds"]
+    steps_of_run = [
         {**step, "trainer_wait_s": waited_part * seconds, "rollout_idle_s": idle_part * seconds}
-        for step in found
+        for step in steps_of_run
     ]
-    advice = advise(found, rates, SETTING, gpus=100)
+    advice = advise(steps_of_run, rates, SETTING, gpus=100)
     assert advice.bottleneck == bottleneck
 
     others = {"rollout.replicas", "trainer.world_size", "algorithm.max_staleness"} - {helps}
@@ -190,21 +190,21 @@ def test_the_remedy_is_for_the_side_that_is_short(waited_part, idle_part, bottle
 
 
 def test_without_rates_the_side_that_waits_is_named_and_nothing_is_advised():
-    found, _ = measured()
-    advice = advise(found, None, SETTING, gpus=100)
+    steps_of_run, _ = measured()
+    advice = advise(steps_of_run, None, SETTING, gpus=100)
     assert (advice.bottleneck, advice.now, advice.changes) == ("generation", None, ())
     assert not advice.is_trusted
-    assert f"{100 * waited_fraction(found):.0f} %" in advice.message()
+    assert f"{100 * waited_fraction(steps_of_run):.0f} %" in advice.message()
     assert advice.remedy() == ""
 
 
 @pytest.mark.parametrize(("waited_part", "both"), [(0.98, 0.96), (0.4, 0.38), (0.11, 0.09)])
 def test_two_sides_that_are_idle_at_once_do_not_wait_for_each_other(waited_part, both):
     """In live runs, a reward of 1 s made the trainer wait 98 % and left the rollouts idle 100 %."""
-    found, rates = measured()
-    seconds = found[0]["seconds"]
+    steps_of_run, rates = measured()
+    seconds = steps_of_run[0]["seconds"]
     idle = {"trainer_wait_s": waited_part * seconds, "rollout_idle_s": 0.98 * seconds}
-    advice = advise([{**step, **idle} for step in found], rates, SETTING)
+    advice = advise([{**step, **idle} for step in steps_of_run], rates, SETTING)
     assert advice.bottleneck == "neither"
     assert advice.both_waited == pytest.approx(both, abs=0.001)
     assert ("rewards" in advice.message()) is (both >= 0.1)
@@ -218,6 +218,6 @@ def test_two_sides_that_are_idle_at_once_do_not_wait_for_each_other(waited_part,
     ids=["none free", "unknown", "no GPUs", "one free"],
 )
 def test_only_gpus_that_there_are_are_advised(gpus, is_advised):
-    found, rates = measured()
-    keys = {change.key for change in advise(found, rates, SETTING, gpus=gpus).changes}
+    steps_of_run, rates = measured()
+    keys = {change.key for change in advise(steps_of_run, rates, SETTING, gpus=gpus).changes}
     assert ("rollout.replicas" in keys) is is_advised

@@ -190,7 +190,7 @@ def test_a_run_at_lag_1_on_one_gpu_is_advised_to_use_lag_4() -> None:
     setting = on_one_gpu(setting_of(spec))
     assert setting is not None
     steps, lengths = steps_of(duel()[0], setting)
-    found = advise(
+    advice = advise(
         steps,
         rates_of(steps, lengths, setting=setting),
         setting,
@@ -198,11 +198,11 @@ def test_a_run_at_lag_1_on_one_gpu_is_advised_to_use_lag_4() -> None:
         gpus=1,
         slots=lambda bound: default_slots(spec, max_staleness=bound, replicas=1),
     )
-    assert found.is_trusted, found.message()
-    (change,) = [change for change in found.changes if change.key == "algorithm.max_staleness"]
+    assert advice.is_trusted, advice.message()
+    (change,) = [change for change in advice.changes if change.key == "algorithm.max_staleness"]
     assert change.after == 4
     assert change.gain > 1.2
-    assert set(found.placement_gains) == {"colocated"}
+    assert set(advice.placement_gains) == {"colocated"}
     _, measured = duel()
     gain = measured[way(4)] / measured[way(1)]
     assert change.gain == pytest.approx(gain, rel=0.1)

@@ -37,11 +37,11 @@ def fixed(length: int) -> Measured:
 
 def test_a_synchronous_step_takes_generation_and_training_one_after_the_other():
     rates = replace(RATES, lengths=fixed(100))
-    found = predict(rates, replace(SETTING, max_staleness=0))
+    prediction = predict(rates, replace(SETTING, max_staleness=0))
     generating_s = 100 * rates.decode(32)
     training_s = 32 * 100 / rates.train_tokens_per_s
-    assert found.step_s == pytest.approx(generating_s + training_s, rel=1e-3)
-    assert found.staleness_mean == 0
+    assert prediction.step_s == pytest.approx(generating_s + training_s, rel=1e-3)
+    assert prediction.staleness_mean == 0
 
 
 def test_other_work_of_a_synchronous_step_is_added():
@@ -56,19 +56,19 @@ def test_other_work_of_a_synchronous_step_is_added():
         stall_s=0.04,
     )
     bare = predict(replace(RATES, lengths=fixed(100)), replace(SETTING, max_staleness=0))
-    found = predict(rates, replace(SETTING, max_staleness=0))
-    assert found.step_s - bare.step_s == pytest.approx(8 * 0.01 + 0.3 + 0.14, abs=0.045)
-    assert found.waits["weight_sync"] == pytest.approx(0.03, rel=0.2)
+    prediction = predict(rates, replace(SETTING, max_staleness=0))
+    assert prediction.step_s - bare.step_s == pytest.approx(8 * 0.01 + 0.3 + 0.14, abs=0.045)
+    assert prediction.waits["weight_sync"] == pytest.approx(0.03, rel=0.2)
 
 
 def test_a_step_in_turns_takes_generation_training_and_gpu_switches_one_after_the_other():
     rates = replace(RATES, lengths=fixed(100), gpu_switch_s=0.5, copy_s=0.03, transfer_s=0.05)
     turns = replace(SETTING, max_staleness=0, colocated_rollouts=1)
-    found = predict(rates, turns)
+    prediction = predict(rates, turns)
     working_s = 100 * rates.decode(32) + 32 * 100 / rates.train_tokens_per_s
-    assert found.step_s == pytest.approx(working_s + 0.5 + 0.08, rel=1e-2)
-    assert found.waits["gpu_switch"] == pytest.approx(0.25, rel=0.2)
-    assert found.waits["weight_sync"] == pytest.approx(0.25 + 0.08, rel=0.2)
+    assert prediction.step_s == pytest.approx(working_s + 0.5 + 0.08, rel=1e-2)
+    assert prediction.waits["gpu_switch"] == pytest.approx(0.25, rel=0.2)
+    assert prediction.waits["weight_sync"] == pytest.approx(0.25 + 0.08, rel=0.2)
     # With staleness 1 a step does not wait for its longest responses, but turns still do not overlap.
     ahead = predict(rates, replace(turns, max_staleness=1, slots=64))
     assert ahead.step_s > working_s / 2 + 0.58
@@ -82,10 +82,10 @@ def test_a_mixed_run_keeps_to_its_limit_and_to_its_bound(max_staleness, train_to
     mixed = replace(
         SETTING, rollouts=3, colocated_rollouts=1, max_staleness=max_staleness, slots=16
     )
-    found = predict(rates, mixed)
-    assert found.step_s > 0.95 * min_step_s(rates, mixed)
-    assert found.staleness_p95 <= max_staleness
-    assert found.step_s > 0.97 * predict(rates, replace(mixed, colocated_rollouts=0)).step_s
+    prediction = predict(rates, mixed)
+    assert prediction.step_s > 0.95 * min_step_s(rates, mixed)
+    assert prediction.staleness_p95 <= max_staleness
+    assert prediction.step_s > 0.97 * predict(rates, replace(mixed, colocated_rollouts=0)).step_s
 
 
 def test_where_places_are_short_a_trainer_that_lends_its_gpu_is_faster_than_one_that_does_not():
@@ -101,9 +101,9 @@ def test_where_places_are_short_a_trainer_that_lends_its_gpu_is_faster_than_one_
 def test_unfinished_groups_of_colocated_engines_continue_on_the_others():
     rates = replace(RATES, lengths=fixed(400), train_tokens_per_s=3_000.0, gpu_switch_s=0.1)
     mixed = replace(SETTING, rollouts=2, colocated_rollouts=1, slots=64, groups_per_step=4)
-    found = predict(rates, mixed)
+    prediction = predict(rates, mixed)
     waits = predict(rates, replace(mixed, partial_rollout=False))
-    assert found.step_s < waits.step_s
+    assert prediction.step_s < waits.step_s
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
@@ -112,9 +112,9 @@ def test_no_step_is_shorter_than_the_limit(max_staleness, train_tokens_per_s):
     rates = replace(RATES, train_tokens_per_s=train_tokens_per_s)
     for rollouts in (1, 3):
         setting = replace(SETTING, max_staleness=max_staleness, rollouts=rollouts)
-        found = predict(rates, setting)
-        assert found.step_s > 0.95 * min_step_s(rates, setting)
-        assert 0 < found.share_of_limit <= 1
+        prediction = predict(rates, setting)
+        assert prediction.step_s > 0.95 * min_step_s(rates, setting)
+        assert 0 < prediction.share_of_limit <= 1
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
@@ -142,8 +142,8 @@ def test_asynchrony_hides_what_is_shorter():
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 8])
 def test_staleness_stays_within_the_lag(max_staleness):
-    found = predict(RATES, replace(SETTING, max_staleness=max_staleness, slots=128))
-    assert 0 <= found.staleness_mean <= found.staleness_p95 <= max_staleness
+    prediction = predict(RATES, replace(SETTING, max_staleness=max_staleness, slots=128))
+    assert 0 <= prediction.staleness_mean <= prediction.staleness_p95 <= max_staleness
 
 
 def test_the_same_arguments_give_the_same_prediction():
@@ -151,8 +151,10 @@ def test_the_same_arguments_give_the_same_prediction():
 
 
 def test_times_of_a_step_add_up():
-    found = predict(RATES, SETTING)
-    assert sum(found.waits.values()) + found.train_s == pytest.approx(found.step_s, rel=0.05)
+    prediction = predict(RATES, SETTING)
+    assert sum(prediction.waits.values()) + prediction.train_s == pytest.approx(
+        prediction.step_s, rel=0.05
+    )
 
 
 def test_training_early_shortens_a_synchronous_step_alone():
@@ -169,8 +171,8 @@ def test_an_engine_that_finishes_its_responses_first_costs_time():
 
 
 def test_a_group_of_more_samples_than_places_is_shared():
-    found = predict(RATES, replace(SETTING, rollouts=2, slots=16, group_size=24))
-    assert found.step_s > 0
+    prediction = predict(RATES, replace(SETTING, rollouts=2, slots=16, group_size=24))
+    assert prediction.step_s > 0
 
 
 def test_beyond_the_measured_concurrency_no_gain_is_assumed():

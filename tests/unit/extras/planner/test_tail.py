@@ -48,10 +48,10 @@ def test_no_number_of_slots_beats_the_bound_of_the_longest_responses(name, fixed
 def test_with_enough_slots_a_step_takes_what_the_longest_responses_need(name, max_staleness):
     rates = rates_of(TAILS[name], fixed_s=0.01)
     setting = replace(SETTING, max_staleness=max_staleness, slots=192 * (max_staleness + 1))
-    bound, found = tail_bound(rates, setting), Simulation(rates, setting).run(30)
-    assert bound.step_s < found.step_s < 1.25 * bound.step_s
+    bound, prediction = tail_bound(rates, setting), Simulation(rates, setting).run(30)
+    assert bound.step_s < prediction.step_s < 1.25 * bound.step_s
     # The engine runs no more than the bound allows, though it has several times as many slots.
-    running = found.slots_used * setting.slots
+    running = prediction.slots_used * setting.slots
     assert 0.75 * bound.max_running < running < 1.05 * bound.max_running
 
 

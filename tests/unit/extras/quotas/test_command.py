@@ -38,8 +38,8 @@ def test_a_projects_limits_are_set_listed_and_reset(projects, tmp_path):
         max_requests_per_second=50,
         max_event_streams=20,
     )
-    wanted = [f"--{name.replace('_', '-')}={limit}" for name, limit in asdict(limits).items()]
-    assert projects("set", "blue", *wanted).exit_code == 0
+    options = [f"--{name.replace('_', '-')}={limit}" for name, limit in asdict(limits).items()]
+    assert projects("set", "blue", *options).exit_code == 0
     assert limits_of(tmp_path, "blue") == limits
     assert limits_of(tmp_path, "red") == DEFAULTS
     listed = projects("list").output

@@ -42,8 +42,8 @@ def made(folder: Path, *, num_labels: int) -> str:
         num_key_value_heads=2,
         initializer_range=0.3,
         num_labels=num_labels,
-        id2label={place: f"class-{place}" for place in range(num_labels)},
-        label2id={f"class-{place}": place for place in range(num_labels)},
+        id2label={label: f"class-{label}" for label in range(num_labels)},
+        label2id={f"class-{label}": label for label in range(num_labels)},
     )
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     return str(folder)
@@ -73,9 +73,9 @@ async def test_scores_over_http_are_those_of_each_text_alone(
     tmp_path: Path, num_labels: int, label: str | None
 ) -> None:
     classifier = Classifier(made(tmp_path, num_labels=num_labels), label=label)
-    found = await asked(classifier, *TEXTS)
+    scores = await asked(classifier, *TEXTS)
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-    for text, score in zip(TEXTS, found, strict=True):
+    for text, score in zip(TEXTS, scores, strict=True):
         with torch.no_grad():
             logits = plain(torch.tensor([classifier.tokens("p", text)])).logits[0]
         expected = logits[0] if label is None else logits.softmax(0)[2]

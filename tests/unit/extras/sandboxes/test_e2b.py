@@ -118,8 +118,8 @@ class Hosted(process_connect.Process):
         try:
             begun = event.StartEvent(pid=process.pid)
             yield process_pb.StartResponse(event=event(event=Oneof("start", begun)))
-            while part := await process.stdout.read(1 << 16):
-                data = event.DataEvent(output=Oneof("stdout", part))
+            while chunk := await process.stdout.read(1 << 16):
+                data = event.DataEvent(output=Oneof("stdout", chunk))
                 yield process_pb.StartResponse(event=event(event=Oneof("data", data)))
             ended = event.EndEvent(exit_code=await process.wait(), exited=True)
             yield process_pb.StartResponse(event=event(event=Oneof("end", ended)))
@@ -151,9 +151,9 @@ async def test_a_hosted_sandbox_runs_commands_and_keeps_every_byte(tmp_path, mon
             assert (await box.run("true \0")).exit_status == 126
             await box.write("deep/it's a file", content)
             assert await box.read("deep/it's a file") == content
-            kept = await box.snapshot()
+            snapshot = await box.snapshot()
             await box.run("rm -r deep; touch other")
-            await box.restore(kept)
+            await box.restore(snapshot)
             assert (await box.run("ls")).text == "deep\n"
             with pytest.raises(SandboxError, match="No such file"):
                 await box.read("missing")

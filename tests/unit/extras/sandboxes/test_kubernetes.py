@@ -36,9 +36,9 @@ async def test_a_pod_runs_commands_and_keeps_every_byte(tmp_path) -> None:
             assert (await box.run("true", stdin=bytes(1 << 20))).exit_status == 0
             await box.write("deep/it's a file", content)
             assert await box.read("deep/it's a file") == content
-            kept = await box.snapshot()
+            snapshot = await box.snapshot()
             await box.run("rm -r deep; touch other")
-            await box.restore(kept)
+            await box.restore(snapshot)
             assert (await box.run("ls")).text == "deep\n"
             with pytest.raises(SandboxError, match="No such file"):
                 await box.read("missing")

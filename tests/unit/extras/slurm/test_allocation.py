@@ -38,9 +38,9 @@ def test_tasks_of_nodes_are_counted(text, counts):
 def test_an_allocation_has_its_nodes_with_their_tasks(slurm):
     (slurm / "show_hostnames_n[1-2]").write_text("n1\nn2\n")
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2,1"}
-    found = read_allocation(variables)
-    assert found.nodes == ["n1", "n2"]
-    assert [(c.job_id, c.group, c.tasks) for c in found.components] == [
+    allocation = read_allocation(variables)
+    assert allocation.nodes == ["n1", "n2"]
+    assert [(c.job_id, c.group, c.tasks) for c in allocation.components] == [
         ("7", None, {"n1": 2, "n2": 1})
     ]
 
@@ -90,8 +90,8 @@ def test_services_listen_on_the_address_of_their_node(slurm, monkeypatch):
     for name, value in {"JOB_ID": "7", "JOB_NODELIST": "n1"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    place = site()
-    assert (place.host, place.has_other_hosts) == ("127.0.0.11", True)
+    host_site = site()
+    assert (host_site.host, host_site.has_other_hosts) == ("127.0.0.11", True)
     monkeypatch.setenv("SLIPSTREAM_SLURM_NETWORK", "203.0.113.0/24")
     with pytest.raises(SpecError, match="SLIPSTREAM_SLURM_NETWORK"):
         site()

@@ -70,8 +70,8 @@ def test_colocated_rollouts_share_the_gpus_of_a_trainer_on_one_node():
     trainer, rollout = {"world_size": 2}, {"replicas": 2}
     placements = Placements([node("n1", gpus=2)])
     spec = spec_with(topology=topology, trainer=trainer, rollout=rollout)
-    found, _ = placements.assign("run", spec)
-    used = [found[name].shares[0].gpus for name in ("rollout-0", "rollout-1")]
+    slots, _ = placements.assign("run", spec)
+    used = [slots[name].shares[0].gpus for name in ("rollout-0", "rollout-1")]
     assert sorted(used) == [("0",), ("1",)]
     assert placements.workers_sharing("run", "rollout-0") == ["trainer-0"]
     with pytest.raises(PlacementError, match=r"^topology.placement: "):

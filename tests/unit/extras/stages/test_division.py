@@ -78,7 +78,7 @@ def test_more_stages_than_layers_are_refused():
 @pytest.mark.parametrize("tied", [True, False])
 def test_stages_hold_every_tensor_and_only_a_tied_embedding_twice(model_type, tied):
     config = config_of(model_type, tied=tied)
-    whole, held = shapes_of(config), []
+    whole, stage_names = shapes_of(config), []
     division = stage_layers(7, 3, head=head_in_layers(config.to_dict(), whole))
     for index in range(3):
         model = build_model(config, dtype=torch.float32, device="meta")
@@ -87,9 +87,9 @@ def test_stages_hold_every_tensor_and_only_a_tied_embedding_twice(model_type, ti
         keep_stage(model, stage, layers, uses_head=True)
         names = set(stored_tensors(model))
         assert names == {name for name in whole if index in stages_of(name, division, is_tied=tied)}
-        held += names
-    twice = {name for name in held if held.count(name) > 1}
-    assert set(held) == set(whole)
+        stage_names += names
+    twice = {name for name in stage_names if stage_names.count(name) > 1}
+    assert set(stage_names) == set(whole)
     assert twice == ({"model.embed_tokens.weight"} if tied else set())
 
 

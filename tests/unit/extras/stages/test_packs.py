@@ -17,10 +17,10 @@ def test_a_stage_holds_the_experts_of_its_own_layers_only() -> None:
         device=torch.device("cpu"),
         experts=Jagged.from_list([experts]),
     )
-    part = StagePart()
-    part.routers = slice(2, 4)
-    found = part.with_own_experts(packed).experts
-    assert found is not None and packed.experts is not None
-    assert found.untyped_storage().nbytes() == 4 * 2 * 2 * 2
-    assert torch.equal(found.long(), packed.experts[:, 2:4])
-    assert (found[0] == -1).all()
+    stage = StagePart()
+    stage.routers = slice(2, 4)
+    stage_experts = stage.with_own_experts(packed).experts
+    assert stage_experts is not None and packed.experts is not None
+    assert stage_experts.untyped_storage().nbytes() == 4 * 2 * 2 * 2
+    assert torch.equal(stage_experts.long(), packed.experts[:, 2:4])
+    assert (stage_experts[0] == -1).all()

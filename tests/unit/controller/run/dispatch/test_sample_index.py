@@ -72,11 +72,11 @@ async def test_samples_of_several_messages_come_in_the_order_of_the_groups():
     arrived = []
     async for groups in stored.watch_arrivals():
         for group_id, group_samples in groups:
-            one = group(int(group_id[1:]))
-            whole = stored.add(one, group_samples)
+            group_state = group(int(group_id[1:]))
+            whole = stored.add(group_state, group_samples)
             if whole is not None:
                 arrived.append(group_id)
-                stored.add_group(one, whole)
+                stored.add_group(group_state, whole)
     assert arrived == [c, b, a]
     meta = stored.meta([group(0), group(1), group(2)])
     assert meta.keys == (f"{a}.0", f"{a}.1", f"{b}.0", f"{b}.1", f"{c}.0", f"{c}.1")

@@ -33,7 +33,7 @@ class Trainer:
 
     async def save_checkpoint(self, step, *, keep_steps, timeout_s):
         self.on_save()
-        self.steps = [*(one for one in self.steps if one in keep_steps), step]
+        self.steps = [*(old_step for old_step in self.steps if old_step in keep_steps), step]
         return f"/checkpoints/step-{step:08d}", 1
 
     async def save(self, step, *, keep_steps, timeout_s):
@@ -83,7 +83,7 @@ def parent(database, critic=None):
             skipped_since=None,
             also=lambda connection: None,
         )
-        steps = [each.step for each in await journal.read(ready_checkpoints)]
+        steps = [checkpoint.step for checkpoint in await journal.read(ready_checkpoints)]
         assert critic or sorted(steps) == trainer.steps
         assert is_saved == (step in steps)
         return trainer.steps

@@ -65,9 +65,9 @@ def members(monkeypatch) -> type[Slow]:
 
 
 async def opened(**settings) -> session.WeightSession:
-    one = session.WeightSession(WeightSyncSpec(**settings), "run")
-    await one.open(worker("trainer-0", "trainer"), [worker("rollout-0", "rollout")])
-    return one
+    weights = session.WeightSession(WeightSyncSpec(**settings), "run")
+    await weights.open(worker("trainer-0", "trainer"), [worker("rollout-0", "rollout")])
+    return weights
 
 
 async def test_a_transfer_over_a_slow_link_is_repeated_with_more_time(members):

@@ -109,8 +109,8 @@ def writer_of(cluster, followers, *, keep):
             plan, senders = cluster.plan_hash, zip(members.sources, cluster.senders, strict=True)
             return {name: await m.prepare(writer.epoch, version, plan) for name, m in senders}
 
-        held = await prepare()
-        await writer.write(version, versions=held.values(), prepare=prepare)
+        copies = await prepare()
+        await writer.write(version, versions=copies.values(), prepare=prepare)
 
     return writer, shelf, write
 
