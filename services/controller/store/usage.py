@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from services.common.errors import FailedPreconditionError
+from services.common.host import make_private
 
 _BUSY_S = 30.0
 
@@ -53,7 +54,9 @@ def locked(database: Path, how: int, otherwise: str) -> Iterator[None]:
         how: ``LOCK_SH`` to use it, ``LOCK_EX`` to replace it.
         otherwise: Text of the error if another process holds it.
     """
-    with database.with_suffix(".lock").open("a") as lock:
+    lock_file = database.with_suffix(".lock")
+    make_private(lock_file)  # another user who may open it could hold it
+    with lock_file.open("a") as lock:
         try:
             fcntl.flock(lock, how | fcntl.LOCK_NB)
         except BlockingIOError as error:
