@@ -507,7 +507,9 @@ def test_no_process_is_left_after_the_rollout_was_killed() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     inside = psutil.Process(process.pid).children(recursive=True)
-    assert len(inside) >= 5
+    assert (
+        len(inside) >= 4
+    )  # bubblewrap, its first process and both commands, whose sleep may not have begun
     process.kill()
     process.wait(10)
     _, alive = psutil.wait_procs(inside, timeout=20)
