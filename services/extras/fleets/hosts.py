@@ -11,12 +11,17 @@ import logging
 import os
 import secrets
 import socket
-import struct
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+)
 from typing import Any, Final
 
 import torch
@@ -34,9 +39,8 @@ _JOIN_TIMEOUT_S: Final = 60.0
 _LEAST_S: Final = 30.0
 _LEAST_RATE: Final = 20e6
 """Deadline of a piece on its way to another host: these seconds and the time of its bytes at this rate."""
-_STRANGER_S: Final = struct.pack("ll", 5, 0)
-"""Longest wait for the secret of a peer that has connected, as ``SO_RCVTIMEO`` takes it."""
-_ENDLESS: Final = struct.pack("ll", 0, 0)
+_INTRODUCTION_S: Final = 5.0
+"""Seconds within which a peer that has connected proves the secret and sends its first message."""
 _PIECE_BYTES: Final = 256 << 20
 
 
@@ -178,9 +182,9 @@ class EngineHosts:
             secret = secrets.token_bytes(32)
             connections: dict[int, Connection] = {}
             is_ended = threading.Event()
-            listener = listener_for_hosts(self._address, secret)
+            listener = listener_for_hosts(self._address)
             accepting = asyncio.ensure_future(
-                asyncio.to_thread(_accept, listener, connections, self.number - 1, is_ended)
+                asyncio.to_thread(_accept, listener, secret, connections, self.number - 1, is_ended)
             )
             host, port = listener.address
             described = json.dumps({"host": host, "port": port, "secret": secret.hex()})
@@ -190,6 +194,8 @@ class EngineHosts:
                     await accepting
             except Exception as error:
                 logger.exception("the engine's hosts did not connect")
+                for line in [*connections.values()]:
+                    shut_down(line)
                 raise RefusedError(
                     422,
                     f"the engine's other hosts did not connect to {host}:{port} within "
@@ -205,17 +211,21 @@ class EngineHosts:
 
 
 def _accept(
-    listener: Listener, connections: dict[int, Connection], count: int, is_ended: threading.Event
+    listener: Listener,
+    secret: bytes,
+    connections: dict[int, Connection],
+    count: int,
+    is_ended: threading.Event,
 ) -> None:
     """Adds the connections of hosts by their number until there are enough."""
     while len(connections) < count and not is_ended.is_set():
         with suppress(AuthenticationError, EOFError, OSError, LookupError, ValueError):
-            line = accepted(listener)
-            connections[int(json.loads(line.recv_bytes())["node"])] = line
+            line, introduction = accepted(listener, secret)
+            connections[int(introduction["node"])] = line
 
 
-def listener_for_hosts(address: Callable[[], str], secret: bytes) -> Listener:
-    """Returns a listener for workers of an engine's other hosts, which know the secret.
+def listener_for_hosts(address: Callable[[], str]) -> Listener:
+    """Returns a listener for workers of an engine's other hosts.
 
     Args:
         address: Returns this host's address for the others.
@@ -224,40 +234,52 @@ def listener_for_hosts(address: Callable[[], str], secret: bytes) -> Listener:
         RefusedError: If this host has no such address.
     """
     try:
-        listener = Listener((address(), 0), family="AF_INET", authkey=secret)
+        return Listener((address(), 0), family="AF_INET")
     except OSError as error:
         raise RefusedError(
             500,
             f"the engine's other hosts cannot reach this one: {error}; set VLLM_HOST_IP to this host's IPv4 "
             "address",
         ) from error
-    # A stranger that connects and says nothing must not keep workers out; connections inherit this.
-    _listening(listener).setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _STRANGER_S)
-    return listener
 
 
-def accepted(listener: Listener) -> Connection:
-    """Returns a listener's next connection, whose peer knows the secret.
+def accepted(listener: Listener, secret: bytes) -> tuple[Connection, dict[str, Any]]:
+    """Returns a listener's next connection and its first message, a JSON object.
+
+    A peer that connects and then says nothing, or too little, keeps the others out for some seconds.
 
     Raises:
-        OSError: If there is none for some seconds, or the listener ends.
+        OSError: If the peer does not send them within these seconds, or the listener ends.
         AuthenticationError: If the peer does not know the secret.
     """
     line = listener.accept()
-    with socket.socket(fileno=os.dup(line.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _ENDLESS)
-    return line
+    limit = threading.Timer(_INTRODUCTION_S, shut_down, (line,))
+    limit.daemon = True
+    limit.start()
+    try:
+        deliver_challenge(line, secret)
+        answer_challenge(line, secret)
+        introduction: dict[str, Any] = json.loads(line.recv_bytes())
+    except BaseException:
+        limit.cancel()
+        limit.join()  # it must not shut down a later file with the same number
+        line.close()
+        raise
+    limit.cancel()
+    return line, introduction
 
 
-def _listening(listener: Listener) -> socket.socket:
-    listening: socket.socket = listener._listener._socket  # type: ignore[attr-defined]  # noqa: SLF001 -- no other way
-    return listening
+def shut_down(line: Connection) -> None:
+    """Ends a connection and wakes the thread that reads from it, which closing alone would not."""
+    with suppress(OSError), socket.socket(fileno=os.dup(line.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
 
 
 def wake_listener(listener: Listener) -> None:
     """Wakes the thread that waits for a listener's next connection, with an OSError."""
+    listening: socket.socket = listener._listener._socket  # type: ignore[attr-defined]  # noqa: SLF001 -- no other way
     with suppress(OSError):
-        _listening(listener).shutdown(socket.SHUT_RDWR)
+        listening.shutdown(socket.SHUT_RDWR)
 
 
 class _HostLink:
@@ -309,8 +331,7 @@ class _HostLink:
 
     def close(self) -> None:
         """Ends the connection; work that waits for the host fails."""
-        with suppress(OSError), socket.socket(fileno=os.dup(self._line.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)
+        shut_down(self._line)
 
 
 class HostMemory:

@@ -3,10 +3,8 @@
 import asyncio
 import json
 import logging
-import os
 import secrets
 import shutil
-import socket
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -23,6 +21,7 @@ from services.extras.fleets.hosts import (
     host_address,
     listener_for_hosts,
     number_of_hosts,
+    shut_down,
     wake_listener,
 )
 
@@ -60,9 +59,9 @@ class WorkerLinks:
         if self._devices:
             return self._devices
         secret = secrets.token_bytes(32)
-        self._listener = self._listen(secret, is_local=number_of_hosts(engine.vllm_config) == 1)
+        self._listener = self._listen(is_local=number_of_hosts(engine.vllm_config) == 1)
         address = self._listener.address
-        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+        threading.Thread(target=self._accept, args=(self._listener, secret), daemon=True).start()
         try:
             async with asyncio.timeout(_JOIN_TIMEOUT_S):
                 described: list[dict[str, Any]] = await engine.collective_rpc(
@@ -127,15 +126,13 @@ class WorkerLinks:
     def close(self) -> None:
         """Ends the members: their transfers fail, and their memory is freed."""
         for line in self._lines.values():
-            # Closing alone would not wake the thread that reads from it.
-            with suppress(OSError), socket.socket(fileno=os.dup(line.fileno())) as end:
-                end.shutdown(socket.SHUT_RDWR)
+            shut_down(line)
         self._lines.clear()
         listener, self._listener = self._listener, None
         if listener is not None:
             wake_listener(listener)
 
-    def _listen(self, secret: bytes, *, is_local: bool) -> Listener:
+    def _listen(self, *, is_local: bool) -> Listener:
         """Returns a listener that all workers reach: those of one host in a folder that only they can enter.
 
         Raises:
@@ -143,29 +140,27 @@ class WorkerLinks:
         """
         if is_local:
             self._folder = tempfile.mkdtemp(prefix="slipstream-")  # of mode 0700
-            return Listener(str(Path(self._folder, _SOCKET)), family="AF_UNIX", authkey=secret)
-        return listener_for_hosts(host_address, secret)
+            return Listener(str(Path(self._folder, _SOCKET)), family="AF_UNIX")
+        return listener_for_hosts(host_address)
 
-    def _accept(self, listener: Listener) -> None:
+    def _accept(self, listener: Listener, secret: bytes) -> None:
         while self._listener is listener:
-            with suppress(AuthenticationError, EOFError, OSError):
-                line = accepted(listener)
-                threading.Thread(target=self._read, args=(line,), daemon=True).start()
+            with suppress(AuthenticationError, EOFError, OSError, LookupError, ValueError):
+                line, introduction = accepted(listener, secret)
+                number = int(introduction["number"])
+                threading.Thread(target=self._read, args=(line, number), daemon=True).start()
         listener.close()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _read(self, line: Connection) -> None:
-        number = -1
+    def _read(self, line: Connection, number: int) -> None:
         with line, suppress(OSError, EOFError, RuntimeError):
-            number = int(json.loads(line.recv_bytes())["number"])
             self._loop.call_soon_threadsafe(self._add, number, line)
             while True:
                 message = json.loads(line.recv_bytes())
                 self._loop.call_soon_threadsafe(self._received.put_nowait, (number, message))
-        if number >= 0:
-            with suppress(RuntimeError):  # the server's loop has ended
-                self._loop.call_soon_threadsafe(self._end, number, line)
+        with suppress(RuntimeError):  # the server's loop has ended
+            self._loop.call_soon_threadsafe(self._end, number, line)
 
     def _add(self, number: int, line: Connection) -> None:
         self._lines[number] = line

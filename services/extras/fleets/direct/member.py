@@ -37,6 +37,7 @@ from services.extras.fleets.direct.messages import (
     encoded,
     read_plan,
 )
+from services.extras.fleets.hosts import shut_down
 from services.weightsync.checksum import write_checksum
 from services.weightsync.endpoints import on_device
 from services.weightsync.group import RankAssignment, WeightGroup, form_group
@@ -138,9 +139,7 @@ class ServerMember:
 
     def close(self) -> None:
         """Ends the member; a transfer that runs fails."""
-        # Closing alone would not wake the thread that reads.
-        with suppress(OSError), socket.socket(fileno=os.dup(self._line.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)
+        shut_down(self._line)
         self._number += 1
         self._abort()
         self._store.fail("the server's session has ended")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore
 
+from services.extras.fleets import hosts as hosts_module
 from services.extras.fleets.answers import RefusedError
 from services.extras.fleets.direct import links as links_module
 from services.extras.fleets.direct import source as source_module
@@ -123,6 +125,27 @@ async def test_workers_on_several_hosts_connect_to_an_address_and_name_their_own
     finally:
         links.close()
     await until(lambda: all(member._line.closed for member in engine.members))
+
+
+async def test_a_worker_that_connects_and_says_nothing_keeps_no_other_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hosts_module, "_INTRODUCTION_S", 0.2)
+    engine = FakeEngine()
+    silent: list[socket.socket] = []
+    join = engine.collective_rpc
+
+    async def joined_after_a_silent_worker(method: str, *, args: tuple[str]) -> Any:
+        end = socket.socket(socket.AF_UNIX)
+        end.connect(json.loads(args[0])["address"])
+        silent.append(end)
+        return await join(method, args=args)
+
+    monkeypatch.setattr(engine, "collective_rpc", joined_after_a_silent_worker)
+    async with asyncio.timeout(10.0):
+        links = await _opened(engine)
+    links.close()
+    silent[0].close()
 
 
 async def test_a_member_that_ends_is_reported_at_once_after_its_last_message() -> None:

@@ -3,12 +3,12 @@
 import asyncio
 import json
 import socket
-import struct
 import threading
 from collections.abc import AsyncIterator, Callable
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -230,6 +230,39 @@ async def test_hosts_that_do_not_connect_are_refused_at_the_deadline(
     staged.memory.close()
 
 
+async def test_a_host_that_connects_and_says_nothing_is_left_after_its_deadline(
+    hosts: EngineHosts, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts_module, "_JOIN_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(hosts_module, "_INTRODUCTION_S", 0.2)
+    silent_lines: Queue[Connection] = Queue()
+    engine.joining = lambda described, node: threading.Thread(
+        target=lambda: silent_lines.put(_silent(described)), daemon=True
+    ).start()
+    staged = _staged(1.0)
+    with pytest.raises(RefusedError) as refused:
+        await hosts.prepare(staged.memory)
+    assert refused.value.status == 422
+    line = await asyncio.to_thread(silent_lines.get, timeout=5)
+    assert await asyncio.to_thread(line.poll, 5), "nobody waits for it any more"
+    with pytest.raises((EOFError, ConnectionError)):
+        line.recv_bytes()
+    line.close()
+    engine.joining = HostMemory
+    await _copied(hosts, staged)
+    staged.memory.close()
+
+
+def _silent(described: str) -> Connection:
+    """Connects with the secret."""
+    server = json.loads(described)
+    return Client(
+        (server["host"], server["port"]),
+        family="AF_INET",
+        authkey=bytes.fromhex(server["secret"]),
+    )
+
+
 async def test_a_host_that_stops_to_answer_ends_the_transfer_at_its_deadline(
     hosts: EngineHosts, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,20 +295,21 @@ async def test_an_address_that_this_host_does_not_have_is_refused(engine: Engine
 
 
 def test_strangers_do_not_keep_workers_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts_module, "_STRANGER_S", struct.pack("ll", 0, 200_000))
-    listener = listener_for_hosts(lambda: "127.0.0.1", b"secret")
+    monkeypatch.setattr(hosts_module, "_INTRODUCTION_S", 0.2)
+    listener = listener_for_hosts(lambda: "127.0.0.1")
     host, port = listener.address
     silent = socket.create_connection((str(host), int(port)))
-    with pytest.raises(OSError):
-        accepted(listener)
+    with pytest.raises((OSError, EOFError)):
+        accepted(listener, b"secret")
     wrong = threading.Thread(target=_connect, args=(listener.address, b"other"), daemon=True)
     wrong.start()
     with pytest.raises(AuthenticationError):
-        accepted(listener)
+        accepted(listener, b"secret")
     right = threading.Thread(target=_connect, args=(listener.address, b"secret"), daemon=True)
     right.start()
-    with accepted(listener) as line:
-        assert line.recv_bytes() == b"hello"
+    line, introduction = accepted(listener, b"secret")
+    assert introduction == {"node": 1}
+    line.close()
     for thread in (wrong, right):
         thread.join(5)
     silent.close()
@@ -285,7 +319,7 @@ def test_strangers_do_not_keep_workers_out(monkeypatch: pytest.MonkeyPatch) -> N
 def _connect(address: Any, secret: bytes) -> None:
     try:
         with Client(address, authkey=secret) as line:
-            line.send_bytes(b"hello")
+            line.send_bytes(json.dumps({"node": 1}).encode())
     except (AuthenticationError, EOFError, OSError):
         return
 
