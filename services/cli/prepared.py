@@ -86,8 +86,8 @@ def _wait_and_run(module: str, reader: int, umask: int, before: Callable[[], Non
     nothing = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(nothing, descriptor)
-    # Also the inputs of other prepared processes, which would stay open after the command's end.
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    # Also inputs of other prepared processes. Not all numbers: a limit of 2 ** 30 would cost minutes.
+    os.closerange(3, 1 + max(int(path.name) for path in Path("/proc/self/fd").iterdir()))
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 -- until it ends
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.excepthook = sys.__excepthook__

@@ -17,6 +17,20 @@ if __name__ == "__main__":
     print(open("/proc/self/cmdline").read().replace("\\0", " ").strip())
     sys.exit(7)
 """
+_NO_CLOSE_RANGE = """
+import os
+
+def closerange(low, high):
+    for number in range(low, high):
+        try:
+            os.close(number)
+        except OSError:
+            pass
+
+sysconf, os.closerange = os.sysconf, closerange
+os.sysconf = lambda name: 2 ** 30 if name == "SC_OPEN_MAX" else sysconf(name)
+"""
+"""A Python that was compiled for an old system, on one whose limit of open files is as containerd sets it."""
 _STARTER = """
 import asyncio, os, sys
 from pathlib import Path
@@ -42,7 +56,10 @@ except OSError:
 """
 
 
-def test_it_runs_as_a_program_of_its_own_and_keeps_the_rest_of_its_input(tmp_path: Path) -> None:
+@pytest.mark.parametrize("python", ["", _NO_CLOSE_RANGE], ids=["", "without close_range"])
+def test_it_runs_as_a_program_of_its_own_and_keeps_the_rest_of_its_input(
+    tmp_path: Path, python: str
+) -> None:
     log, program = tmp_path / "log", tmp_path / "packages" / "program"
     program.mkdir(parents=True)
     (program / "__init__.py").touch()
@@ -50,7 +67,7 @@ def test_it_runs_as_a_program_of_its_own_and_keeps_the_rest_of_its_input(tmp_pat
     path = ":".join([str(program.parent), *filter(None, sys.path)])
     # The arguments leave room for the new command line.
     starter = subprocess.run(
-        [sys.executable, "-c", _STARTER, str(log)],
+        [sys.executable, "-c", python + _STARTER, str(log)],
         cwd=tmp_path,
         env={"PYTHONPATH": path, "NAME": "old"},
         capture_output=True,
