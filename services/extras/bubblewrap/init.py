@@ -5,11 +5,13 @@ bytes of output), the command and its input. An answer is a line of the exit sta
 the exceeded limit or ``-``, and the bytes of the output, and the output. The program exits at the end of its
 standard input, and the sandbox with it.
 
-It is the first process of its PID namespace, so that commands cannot stop it, and reaps orphans.
+It is the first process of its PID namespace, so that commands cannot stop it, and reaps orphans. Commands
+have its user, but the kernel lets them neither trace it nor open its memory and its pipes.
 
 It runs from its source text and imports little, because its start takes most of the start of a sandbox.
 """
 
+import ctypes
 import os
 import resource
 import select
@@ -25,6 +27,7 @@ _MAX_OPEN_FILES = 1024
 # Numbers, because the import of the module `signal` takes longer than all other imports.
 _SIGKILL, _SIGPIPE, _SIGXFSZ = 9, 13, 25
 _NOT_STARTED_STATUS = 126
+_PR_SET_DUMPABLE = 4
 _PAGE_BYTES = resource.getpagesize()
 _OPEN_FILE_BYTES = 2 * _PAGE_BYTES
 """Memory that counts for each open file: that of a pipe, once the user's pipes are many."""
@@ -270,7 +273,15 @@ def _answer(status: int, *, is_truncated: bool, limit: str, output: bytes | byte
 
 
 def main() -> None:
-    """Sets the resource limits of child processes and serves; RLIMIT_NPROC is per user and exempts root."""
+    """Sets the resource limits of child processes and serves; RLIMIT_NPROC is per user and exempts root.
+
+    Raises:
+        OSError: If the kernel cannot protect this process from commands.
+    """
+    # Commands would write answers, or stop this process, through ptrace, /proc/1/fd and pidfd_getfd. A
+    # program that a command executes is dumpable again.
+    if ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        raise OSError("the kernel refused PR_SET_DUMPABLE")
     memory_bytes, processes, tasks, disk_bytes = map(int, sys.argv[1:5])
     for limit, value in (
         (resource.RLIMIT_AS, memory_bytes),

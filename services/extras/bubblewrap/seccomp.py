@@ -25,6 +25,7 @@ from services.extras.bubblewrap.system_calls import (
     NETWORK_PROTOCOLS,
     NEWEST,
     REFUSED_IN_SANDBOXES,
+    REFUSED_ON_INIT,
     REFUSED_WITHOUT_CGROUP,
     SOCKETS,
     UNIX_FAMILY,
@@ -89,8 +90,17 @@ def sandbox_filter(
             code += _if(_JUMP_EQUAL, number, [(_RETURN, 0, 0, _UNKNOWN)])
     clone = CHECKED["clone"][column]
     assert clone is not None
-    refusals = _if(_JUMP_BITS, _CLONE_NEWUSER, [(_RETURN, 0, 0, _DENY)])
-    code += _if(_JUMP_EQUAL, clone, [_load_argument(0), *refusals, (_RETURN, 0, 0, _ALLOW)])
+    namespaces = _if(_JUMP_BITS, _CLONE_NEWUSER, [(_RETURN, 0, 0, _DENY)])
+    code += _if(_JUMP_EQUAL, clone, [_load_argument(0), *namespaces, (_RETURN, 0, 0, _ALLOW)])
+    for numbers, arguments in REFUSED_ON_INIT.values():
+        number = numbers[column]
+        assert number is not None
+        refusals = [
+            instruction
+            for argument, values in arguments.items()
+            for instruction in (_load_argument(argument), *_refusals(values))
+        ]
+        code += _if(_JUMP_EQUAL, number, [*refusals, (_RETURN, 0, 0, _ALLOW)])
     checks = _socket_checks(has_sockets=has_sockets, has_network=has_network)
     for numbers in SOCKETS.values():
         number = numbers[column]
@@ -160,6 +170,12 @@ def _checks(name: str) -> list[_Instruction]:
         *(instruction for check in allowed for instruction in check),
         (_RETURN, 0, 0, _DENY),
     ]
+
+
+def _refusals(values: Sequence[int]) -> list[_Instruction]:
+    """Returns the instructions that deny a call if the loaded argument has one of these values."""
+    checks = [_if(_JUMP_EQUAL, value, [(_RETURN, 0, 0, _DENY)]) for value in values]
+    return [instruction for check in checks for instruction in check]
 
 
 def _load_argument(index: int) -> _Instruction:

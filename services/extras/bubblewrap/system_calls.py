@@ -221,6 +221,17 @@ REFUSED_WITHOUT_CGROUP: dict[str, Numbers] = {
 }
 """Calls that commands in the sandbox of an episode may not make where no memory cgroup limits them."""
 
+REFUSED_ON_INIT: dict[str, tuple[Numbers, dict[int, tuple[int, ...]]]] = {
+    "prlimit64": ((302, 261), {0: (1,)}),
+    "sched_setaffinity": ((203, 122), {0: (1,)}),
+    "sched_setattr": ((314, 274), {0: (1,)}),
+    "sched_setparam": ((142, 118), {0: (1,)}),
+    "sched_setscheduler": ((144, 119), {0: (1,)}),
+    # A group of processes (PRIO_PGRP), or all of the user (PRIO_USER), may contain process 1.
+    "setpriority": ((141, 140), {0: (1, 2), 1: (1,)}),
+}
+"""Calls that could end or delay ``init.py``, process 1; refused values of their arguments, by index."""
+
 SOCKETS: dict[str, Numbers] = {"socket": (41, 198), "socketpair": (53, 199)}
 """Calls that create sockets of the family in their first argument, and the protocol in their third."""
 UNIX_FAMILY = 1

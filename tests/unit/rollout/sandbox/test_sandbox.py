@@ -311,6 +311,71 @@ async def test_commands_cannot_stop_what_checks_their_limits(
         assert (await box.run("echo on")).text == "on\n"
 
 
+CALLS_ON_INIT = """
+import ctypes, os, struct
+libc = ctypes.CDLL(None, use_errno=True)
+NUMBERS = dict(ptrace=(101, 117), pidfd_open=(434, 434), pidfd_getfd=(438, 438), process_vm_writev=(311, 271))
+NUMBERS |= dict(prlimit64=(302, 261), sched_setaffinity=(203, 122), sched_setscheduler=(144, 119))
+NUMBERS |= dict(sched_setparam=(142, 118), sched_setattr=(314, 274), setpriority=(141, 140))
+
+def call(name, *arguments):
+    number = NUMBERS[name][os.uname().machine == "aarch64"]
+    if libc.syscall(number, *arguments) >= 0:
+        print("allowed:", name, arguments)
+
+descriptor = os.pidfd_open(1)
+call("ptrace", 16, 1, 0, 0)
+call("pidfd_getfd", descriptor, 0, 0)
+text = ctypes.create_string_buffer(b"text")
+vector = ctypes.create_string_buffer(struct.pack("QQ", ctypes.addressof(text), 4))
+call("process_vm_writev", 1, vector, 1, vector, 1, 0)
+zero = ctypes.create_string_buffer(64)
+for limit in range(16):
+    call("prlimit64", 1, limit, zero, None)
+call("sched_setaffinity", 1, 8, ctypes.create_string_buffer(b"\\1" + bytes(7)))
+call("sched_setscheduler", 1, 5, zero)
+call("sched_setparam", 1, zero)
+call("sched_setattr", 1, ctypes.create_string_buffer(struct.pack("IIQiIQQQ", 48, 5, *[0] * 6)), 0)
+for kind, who in ((0, 1), (1, 0), (1, 1), (2, 0)):
+    call("setpriority", kind, who, 19)
+for name in ("fd/0", "fd/1", "mem", "maps", "root", "environ"):
+    try:
+        open("/proc/1/" + name, "rb").close()
+        print("opened:", name)
+    except OSError:
+        pass
+os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+os.nice(5)
+print("the end")
+"""
+
+
+@pytest.mark.parametrize("has_cgroups", [True, False])
+async def test_commands_reach_nothing_of_the_process_that_answers_for_them(
+    has_cgroups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_cgroups:
+        monkeypatch.setattr(cgroup, "parent_cgroups", dict)
+    async with sandbox() as box:
+        await box.write("calls.py", CALLS_ON_INIT.encode())
+        result = await box.run(
+            f"{sys.executable} -S calls.py; renice -n 5 $$ > /dev/null && echo nice"
+        )
+        assert (result.limit, result.text) == ("", "the end\nnice\n")
+        forged = "printf '0 0 - 7\\nforged\\n' > /proc/1/fd/1"
+        assert "forged" not in (await box.run(f"sh -c {shlex.quote(forged)} 2> /dev/null")).text
+        assert (await box.run("echo on")).text == "on\n"
+
+
+async def test_debuggers_trace_a_commands_own_processes() -> None:
+    program = (
+        "import ctypes, os; print(ctypes.CDLL(None).ptrace(16, int(os.environ['OTHER']), 0, 0))"
+    )
+    async with sandbox() as box:
+        command = f"sleep 9 & OTHER=$! {sys.executable} -S -c {shlex.quote(program)}; kill -9 $!"
+        assert (await box.run(command)).text == ("0\n" if cgroup.parent_cgroups() else "-1\n")
+
+
 async def test_queues_of_events_are_refused_where_no_cgroup_counts_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
