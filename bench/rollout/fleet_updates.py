@@ -20,12 +20,15 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import httpx
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
@@ -37,6 +40,7 @@ from services.common.models.loading import load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.engines import ENGINES
 from services.common.runspec.loader import load_spec
+from services.extras.fleets.client import FleetServer
 from services.extras.fleets.engine import FleetEngine
 from services.extras.fleets.local import (
     TOKEN,
@@ -53,7 +57,9 @@ from services.rollout.engines.engine_config import EngineConfig
 
 _TOLERANCE = 1e-3
 _DRAWING = threading.Lock()
-_CONTEXT, _RESPONSE, _RUNNING = 40, 160, 6
+_CONTEXT, _RESPONSE, _RUNNING, _GROUP = 40, 160, 6, 3
+_ABORT_CHANCE, _ABORT_WITHIN_S = 0.2, 5.0
+"""Chance of a group to lose a request, and the longest time until then."""
 _MOST_TOKENS = 256
 _TOKENS_PER_UPDATE = 60
 _PAUSE_S = 0.5
@@ -131,6 +137,7 @@ class Verdict:
 
     config: PretrainedConfig
     num_responses: int = 0
+    num_aborted: int = 0
     num_crossing: int = 0
     """Responses with tokens of several versions."""
     num_tokens: int = 0
@@ -160,21 +167,49 @@ class Verdict:
 
 
 async def _ask(engine: FleetEngine, worker: int, verdict: Verdict) -> None:
-    """Sends one request after the other."""
+    """Sends one group of requests after the other, which begin together, as samples of one prompt do."""
     draws = random.Random(worker)
-    number = 0
-    while True:
+    for group in itertools.count():
         context = tuple(draws.choices(range(verdict.config.vocab_size), k=_CONTEXT))
-        result = await engine.generate(
-            GenerationRequest(
-                request_id=f"{worker}.{number}",
-                context_ids=context,
-                max_tokens=_RESPONSE,
-                seed=number,
-            )
-        )
-        await asyncio.to_thread(verdict.add, context, result)
-        number += 1
+        async with asyncio.TaskGroup() as requests:
+            for number in range(_GROUP):
+                request = GenerationRequest(
+                    request_id=f"{worker}.{group}.{number}",
+                    context_ids=context,
+                    max_tokens=_RESPONSE,
+                    seed=group * _GROUP + number,
+                )
+                # The first one of some groups is given up while the others go on.
+                is_aborted = number == 0 and draws.random() < _ABORT_CHANCE
+                abort_s = draws.uniform(0, _ABORT_WITHIN_S) if is_aborted else None
+                requests.create_task(_generate(engine, request, abort_s, verdict))
+
+
+async def _generate(
+    engine: FleetEngine, request: GenerationRequest, abort_s: float | None, verdict: Verdict
+) -> None:
+    try:
+        async with asyncio.timeout(abort_s):
+            result = await engine.generate(request)
+    except TimeoutError:
+        verdict.num_aborted += 1
+    else:
+        await asyncio.to_thread(verdict.add, request.context_ids, result)
+
+
+@contextmanager
+def _counted_segments(sizes: Counter[int]) -> Iterator[None]:
+    """Counts the requests to servers by their number of segments."""
+    stream = FleetServer.stream
+
+    def counted(
+        server: FleetServer, body: Mapping[str, Any]
+    ) -> AbstractAsyncContextManager[httpx.Response]:
+        sizes[len(body.get("requests", (body,)))] += 1
+        return stream(server, body)
+
+    with patch.object(FleetServer, "stream", counted):
+        yield
 
 
 class Killer:
@@ -270,13 +305,16 @@ async def measure(
     )
     assert isinstance(engine, FleetEngine)
     serving = asyncio.ensure_future(engine.run())
+    sizes: Counter[int] = Counter()
     try:
         await engine.wait_ready()
-        asking = [asyncio.ensure_future(_ask(engine, n, verdict)) for n in range(_RUNNING)]
+        workers = range(_RUNNING // _GROUP)
+        asking = [asyncio.ensure_future(_ask(engine, n, verdict)) for n in workers]
         updating = asyncio.ensure_future(_update(engine, config, killer, is_enough))
-        done, _ = await asyncio.wait(
-            {updating, serving, *asking}, return_when=asyncio.FIRST_COMPLETED
-        )
+        with _counted_segments(sizes):
+            done, _ = await asyncio.wait(
+                {updating, serving, *asking}, return_when=asyncio.FIRST_COMPLETED
+            )
         for task in done:
             task.result()
     finally:
@@ -287,6 +325,8 @@ async def measure(
         "updates": updating.result(),
         "responses": verdict.num_responses,
         "responses_of_several_versions": verdict.num_crossing,
+        "aborted": verdict.num_aborted,
+        "requests_by_segments": {str(size): sizes[size] for size in sorted(sizes)},
         "tokens": verdict.num_tokens,
         "versions_with_tokens": len(verdict.versions),
         "tokens_under_a_wrong_version": verdict.num_wrong,
