@@ -61,6 +61,7 @@ _WHILE_SHARED: Final = frozenset({"/health", "/ping", "/metrics", "/version", "/
 _MAX_LOADS: Final = 64
 _OPEN: Final = frozenset({"/health", "/ping"})
 """Paths without a token: probes of an orchestrator have none."""
+_ENDING: Final = "this server was asked to end (SIGTERM)"
 
 
 class _CutError(RuntimeError):
@@ -96,6 +97,10 @@ class FleetMember:
         self._tokens: VllmTokens | None = None
         """Responses that cross changes of the weights; None before the first request, or without them."""
         self._changing = asyncio.Lock()
+        self._is_watched = False
+        """True once the end of the engine is watched."""
+        self._is_ending = False
+        """True once vLLM was asked to end."""
         self._loads: deque[Mapping[str, float]] = deque(maxlen=_MAX_LOADS)
         """Durations of the newest loads' phases in milliseconds."""
         self._routes: Mapping[
@@ -127,6 +132,8 @@ class FleetMember:
         try:
             if path not in _OPEN:
                 _authorize(request, path)
+            if path.startswith(PREFIX) or SESSION_HEADER in request.headers:
+                self._check_goes_on(request)
             if path.startswith(PREFIX):
                 response = JSONResponse(dict(await self._answer(request, path)))
             elif path == GENERATE and self._is_shared(request):
@@ -144,6 +151,26 @@ class FleetMember:
         except ClientDisconnect:
             return  # a response of its segment was cut before the request had arrived
         await response(scope, receive, send)
+
+    def _check_goes_on(self, request: Request) -> None:
+        """Refuses runs once vLLM was asked to end, by SIGTERM: its engine then ends new requests at once.
+
+        Raises:
+            RefusedError: If so.
+        """
+        engine = request.app.state.engine_client
+        # Engines that stand for vLLM have no such method.
+        if not self._is_watched and hasattr(engine, "shutdown"):
+            shutdown = engine.shutdown
+
+            def end(*arguments: Any, **options: Any) -> Any:
+                self._is_ending = True
+                return shutdown(*arguments, **options)
+
+            engine.shutdown = end
+        self._is_watched = True
+        if self._is_ending:
+            raise RefusedError(412, _ENDING)
 
     def _check_open(self, request: Request, path: str) -> None:
         """Refuses vLLM's other paths while runs share the server: there any run could name any adapter.
@@ -367,6 +394,8 @@ class FleetMember:
                 "restart the server if this repeats",
             ) from error
         except Exception as error:
+            if self._is_ending:
+                raise RefusedError(412, _ENDING) from error
             logger.exception("weights were not loaded")
             raise RefusedError(
                 422,

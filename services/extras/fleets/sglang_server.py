@@ -47,6 +47,9 @@ _BEAT_S: Final = LEASE_S / 4
 _SILENCE_S: Final = LEASE_S - _BEAT_S
 """Seconds without a change of the counter after which another owner takes a server."""
 _PAUSE_TIMEOUT_S: Final = 30.0
+_HEALTH_TIMEOUT_S: Final = 30.0
+"""Longer than the time for which SGLang waits for its engine."""
+_UNAVAILABLE: Final = 503
 _FLUSH_POLL_S: Final = 0.05
 _CHUNK_BYTES: Final = 64 << 20
 """Bytes of the tensors of one request, unless one tensor has more."""
@@ -110,6 +113,9 @@ class SglangServer(FleetServer):
         await self._set_label(
             Label(owner=self._owner, session=session, version=NO_VERSION), aborts=True
         )
+        # An owner that died in a load has left it paused.
+        await self._control("/continue_generation")
+        await self._check_ready()
         self._session = session
 
     def _check_other(self, label: Label | None) -> None:
@@ -169,9 +175,26 @@ class SglangServer(FleetServer):
             )
         if label.version != str(self.version):
             self.withdraw()
+        await self._check_ready()
         if _now() - self._beat_at >= _BEAT_S:
             self._check_delay(started_at)
             await self._beat(label.version)
+
+    async def _check_ready(self) -> None:
+        """Checks that the server, which is not paused, was not asked to end.
+
+        After SIGTERM it accepts requests as before, and ends once it has none.
+
+        Raises:
+            ServerAwayError: If it was, or if its engine does not answer.
+        """
+        if (await self.send("GET", "/ready"))[0] != _UNAVAILABLE:
+            return
+        # Its health check alone finds out whether an engine that did not answer once answers again.
+        if (await self.send("GET", "/health", timeout_s=_HEALTH_TIMEOUT_S))[0] == _UNAVAILABLE:
+            raise ServerAwayError(
+                f"{self.address} was asked to end (SIGTERM), or its engine does not answer"
+            )
 
     async def upload(self, weights: AnyWeights) -> None:
         """Does nothing: SGLang has no place for a second version, so that :meth:`load` sends it."""

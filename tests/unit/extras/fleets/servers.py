@@ -128,6 +128,9 @@ class FakeEngine:
                 }
         (self.bias,) = values
 
+    def shutdown(self, timeout: float) -> None:
+        """Lets running requests end, as vLLM's client does after SIGTERM."""
+
     def logprob(self, model: str | None = None) -> float:
         return -(self.bias if model is None else self.adapters[model])
 

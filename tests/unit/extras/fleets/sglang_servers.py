@@ -47,7 +47,7 @@ class SglangEngine:
         self.checksum: Callable[[], str] = lambda: str(self.bias)
         self.script: list[int] = []
         """Next tokens; a token 15 ends a response, as the server's configuration says."""
-        self.is_paused = self.is_updating = False
+        self.is_paused = self.is_updating = self.is_ending = False
         self.num_pauses = 0
         self.ends: list[dict[str, Any]] = []
         """Reasons with which the next responses end before their first token."""
@@ -90,6 +90,12 @@ class SglangEngine:
     async def model_info(self, request: Request) -> Response:
         content = {"weight_version": self.label, "architectures": None, "model_type": "qwen2"}
         return JSONResponse(content)
+
+    async def ready(self, request: Request) -> Response:
+        return Response(status_code=503 if self.is_paused or self.is_ending else 200)
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=503 if self.is_ending else 200)
 
     async def server_info(self, request: Request) -> Response:
         return JSONResponse({**self.answers, "startup_time": {"total": self.started_at}})
@@ -171,6 +177,8 @@ class SglangFake(FakeServer):
                 *[Route(path, engine.control, methods=["POST"]) for path in _CONTROL],
                 Route("/model_info", engine.model_info),
                 Route("/server_info", engine.server_info),
+                Route("/ready", engine.ready),
+                Route("/health", engine.health),
                 Route("/generate", engine.generate, methods=["POST"]),
             ]
         )

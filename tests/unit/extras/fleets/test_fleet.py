@@ -105,6 +105,26 @@ async def test_a_response_continues_elsewhere_when_its_server_is_lost() -> None:
         assert used.engine.bias == 0.5
 
 
+async def test_a_server_that_was_asked_to_end_gets_no_further_work() -> None:
+    events: list[str] = []
+    async with serving(2) as servers, attached_engine(servers, events) as engine:
+        task, used, other = await _begin_response(engine, servers)
+        used.engine.shutdown(timeout=60)
+        _allow([other], MANY)
+        result = await task
+        assert (result.token_ids, result.version_runs) == ((7,) * 6, ((1, 6),))
+        assert (used.engine.num_sampled, other.engine.num_sampled) == (2, 4)
+        await _adopt(engine, 2, 0.25)
+        assert [server.address for server in engine.backend.fleet.attached] == [other.address]
+        await used.restart()
+        await until(lambda: len(engine.backend.fleet.serving) == 2, poll_s=0.005)
+        assert used.engine.bias == 0.25
+    lost, serves = events
+    assert lost.startswith(f"EngineServerLost: {used.address} gets no work")
+    assert "was asked to end" in lost
+    assert serves == f"EngineServerServes: {used.address} serves version 2"
+
+
 async def test_requests_wait_while_no_server_is_there_and_adoptions_do_not() -> None:
     async with serving() as (server,), attached_engine([server], []) as engine:
         await _adopt(engine, 1, 0.5)

@@ -70,6 +70,7 @@ async def test_weights_change_only_in_a_pause_under_the_label_of_no_version() ->
         await client.load(weights)
         assert server.sglang.calls == [
             "/update_weight_version",
+            "/continue_generation",
             "/pause_generation",
             "/update_weight_version",
             "/begin_weight_update",
@@ -101,6 +102,37 @@ async def test_a_server_that_restarts_gets_no_work_before_it_has_the_weights() -
         "EngineServerLost",
         "EngineServerServes",
     ]
+
+
+async def test_a_server_that_was_asked_to_end_gets_no_further_work() -> None:
+    events: list[str] = []
+    async with _serving(2) as servers, _engine(servers, events) as engine:
+        await _adopt(engine, 1, 0.5)
+        task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=500)))
+        await until(lambda: engine.stats().tokens_total > 5)
+        (used,) = [server for server in engine.backend.fleet.serving if server.num_running]
+        (ending,) = [server for server in servers if server.address == used.address]
+        ending.sglang.is_ending = True
+        result = await task
+        assert (len(result.token_ids), result.version_runs) == (500, ((1, 500),))
+        await _adopt(engine, 2, 0.25)
+        assert ending.address not in {server.address for server in engine.backend.fleet.attached}
+        await ending.restart()
+        await until(lambda: len(engine.backend.fleet.serving) == 2, poll_s=0.005)
+        assert ending.sglang.bias == 0.25
+    lost, serves = events
+    assert lost.startswith(f"EngineServerLost: {ending.address} gets no work")
+    assert "was asked to end" in lost
+    assert serves == f"EngineServerServes: {ending.address} serves version 2"
+
+
+async def test_an_owner_attaches_to_a_server_that_the_owner_before_left_paused() -> None:
+    async with _serving() as (server,):
+        server.sglang.is_paused = True
+        client = _client(server)
+        await client.attach()
+        await client.check()
+        await client.close()
 
 
 async def test_tokens_under_another_label_are_discarded() -> None:
