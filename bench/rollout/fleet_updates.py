@@ -3,7 +3,7 @@
 Requests run all the time, and each of their tokens states the weight version that sampled it. Its logprob is
 compared with that of a plain forward pass of that version's weights; versions differ by whole nats.
 
-Usage: PYTHON -m bench.rollout.fleet_updates [--engine sglang-server] [--updates 200] [--out FILE]
+Usage: PYTHON -m bench.rollout.fleet_updates [--engine sglang-server] [--updates 200] [--drain] [--out FILE]
 
 ``PYTHON`` is that of an environment with the engine's CPU build; see ``tests/engines/run.sh``. The engine
 ``stand-in`` needs none: its servers are Slipstream's own engine with vLLM's interface, which start sooner.
@@ -67,6 +67,7 @@ _UPDATE_DEADLINE_S = 900.0
 """Longest update: both servers may start again meanwhile, which takes minutes on a busy host."""
 _KILL_CHANCE, _KILL_WITHIN_S = 0.1, 3.0
 """Chance of a server that serves to be killed in an update, and the time after its begin."""
+_DRAIN_DEADLINE_S = 240.0
 _KILL_SHARE = 20
 _STAND_IN_SPEC = REPOSITORY / "examples" / "sort4.yaml"
 
@@ -96,6 +97,8 @@ _KINDS: Mapping[str, tuple[type[LocalServer], Sequence[str]]] = {
     "sglang-server": (LocalSglang, ("--max-running-requests", "8")),
     "stand-in": (StandIn, ()),
 }
+_DRAIN_OPTIONS: Mapping[str, Sequence[str]] = {"vllm-server": ("--shutdown-timeout", "300")}
+"""Options with which servers wait for their requests at their end."""
 
 
 def tiny_config() -> Qwen2Config:
@@ -213,13 +216,15 @@ def _counted_segments(sizes: Counter[int]) -> Iterator[None]:
 
 
 class Killer:
-    """Kills servers at random times and starts them again.
+    """Kills servers at random times, or asks them to end (SIGTERM), and starts them again.
 
     Kills are drawn by update, not by second: on a busy host a start takes as long as many updates.
     """
 
-    def __init__(self, servers: Sequence[LocalServer], seed: int) -> None:
+    def __init__(self, servers: Sequence[LocalServer], seed: int, *, drains: bool = False) -> None:
         self.num_kills = 0
+        self.drain_seconds: list[float] = []
+        self._drains = drains
         self._draws = random.Random(seed)
         self._restarts: dict[LocalServer, Future[None]] = {}
         self._servers = servers
@@ -247,7 +252,12 @@ class Killer:
 
     def _restart(self, server: LocalServer, delay_s: float) -> None:
         time.sleep(delay_s)
-        server.kill()
+        if self._drains:
+            began_at = time.monotonic()
+            server.drain(_DRAIN_DEADLINE_S)
+            self.drain_seconds.append(round(time.monotonic() - began_at, 1))
+        else:
+            server.kill()
         self.num_kills += 1
         server.start()
         server.wait()
@@ -340,15 +350,18 @@ def main() -> None:
     parser.add_argument("--engine", choices=_KINDS, default="sglang-server")
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--kills", type=int, default=10, help="go on until as many happened")
+    parser.add_argument("--drain", action="store_true", help="ask servers to end instead of kills")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no update later")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     import_few_models()
     kind, options = _KINDS[arguments.engine]
     config = stand_in_config() if kind is StandIn else tiny_config()
+    if arguments.drain:
+        options = (*options, *_DRAIN_OPTIONS.get(arguments.engine, ()))
     with local_servers(kind, config, 2, "--dtype", "float32", *options) as servers:
         ends_at = time.monotonic() + arguments.seconds
-        killer = Killer(servers, seed=0)
+        killer = Killer(servers, seed=0, drains=arguments.drain)
 
         def is_enough(version: int) -> bool:
             has_all = version >= arguments.updates and killer.num_kills >= arguments.kills
@@ -359,10 +372,13 @@ def main() -> None:
         finally:
             killer.close()
     num_kills = killer.num_kills
-    result = {"engine": arguments.engine, "servers": 2, "kills": num_kills, **result}
+    counts = {"drains": num_kills, "drain_seconds": killer.drain_seconds}
+    counts = counts if arguments.drain else {"kills": num_kills}
+    result = {"engine": arguments.engine, "servers": 2, **counts, **result}
     few = num_kills * _KILL_SHARE < result["updates"]
     result["meets_bars"] = not (result["tokens_under_a_wrong_version"] or few)
-    out = arguments.out or Path(f"bench/results/fleet-updates-{arguments.engine}.json")
+    name = "fleet-drains" if arguments.drain else "fleet-updates"
+    out = arguments.out or Path(f"bench/results/{name}-{arguments.engine}.json")
     report_to(out, result)
 
 

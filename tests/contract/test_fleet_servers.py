@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import inspect
+import itertools
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -56,6 +57,8 @@ def _contract(module: ModuleType) -> dict[str, Callable[..., Any]]:
 
 CONTRACT = _contract(test_engine_contract) | _contract(test_engine_weights)
 _TIMEOUT_S = 300
+_DRAIN_S = 60
+"""Longest drain of a server whose requests take a second; it waits as long as its clients send work."""
 _MOST_TOKENS = {"vllm-server": {}, "sglang-server": {"context_length": 506}}
 
 
@@ -71,6 +74,7 @@ KINDS = [
         LocalVllm,
         *("--max-model-len", "512", "--max-num-batched-tokens", "512"),
         *("--kv-cache-memory-bytes", str(64 << 20)),
+        *("--shutdown-timeout", "300"),
     ),
     _kind("sglang", LocalSglang, "--max-running-requests", "8"),
 ]
@@ -322,6 +326,48 @@ async def test_a_killed_server_loses_no_response_and_returns_with_the_newest_wei
         for seed, result in enumerate(results):
             assert result.version_runs == ((1, 20),)
             assert_agrees(result, PROMPT[: 5 + seed])
+
+
+async def test_a_drained_server_gets_no_further_work_and_returns_with_the_newest_weights(
+    servers: list[LocalServer],
+) -> None:
+    events: list[str] = []
+    drained, other = servers
+    async with _attached(_engine(servers, events), 2) as engine:
+        fleet = engine.backend.fleet
+        await adopt(engine, 0)
+        results: list[tuple[tuple[int, ...], Any]] = []
+
+        async def sample(number: int) -> None:
+            """Sends requests one after the other, so that the server is never idle by itself."""
+            for index in itertools.count():
+                context = PROMPT[: 5 + number]
+                name = f"{number}.{index}"
+                result = await engine.generate(request(name, context, seed=index, max_tokens=60))
+                results.append((context, result))
+
+        sampling = [asyncio.ensure_future(sample(number)) for number in range(6)]
+        await until(lambda: all(server.num_running for server in fleet.serving), poll_s=0.01)
+        await asyncio.to_thread(drained.drain, _DRAIN_S)
+        assert [server.address for server in fleet.serving] == [other.address]
+        await adopt(engine, 1)
+        before = len(results)
+        drained.start()
+        async with asyncio.timeout(_TIMEOUT_S):
+            while len(fleet.serving) < 2:  # noqa: ASYNC110 -- a process loads
+                await asyncio.sleep(0.1)
+        await until(lambda: all(server.num_running for server in fleet.serving), poll_s=0.01)
+        await until(lambda: len(results) >= before + 12, poll_s=0.01)
+        for task in sampling:
+            assert not task.done()
+            task.cancel()
+        await asyncio.wait(sampling)
+    for context, result in results:
+        assert len(result.token_ids) == 60
+        assert_agrees(result, context)
+    lost, serves = events
+    assert lost.startswith(f"EngineServerLost: {drained.address} gets no work")
+    assert serves == f"EngineServerServes: {drained.address} serves version 1"
 
 
 async def test_weights_that_a_run_before_left_are_never_sampled_from(

@@ -108,13 +108,31 @@ class LocalServer(ABC):
             if self._is_healthy():
                 return
             time.sleep(0.2)
-        log = self.log.read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:]
-        raise RuntimeError(f"{self.address} does not serve:\n{log}")
+        raise RuntimeError(f"{self.address} does not serve:\n{self._end_of_log()}")
+
+    def _end_of_log(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:]
 
     def _is_healthy(self) -> bool:
         with suppress(httpx.TransportError):
             return httpx.get(f"{self.address}/health", timeout=5, trust_env=False).is_success
         return False
+
+    def drain(self, timeout_s: float) -> None:
+        """Asks the server to end, as Kubernetes does, and waits until it has ended.
+
+        Raises:
+            TimeoutError: If it has not ended in time; with the end of its log.
+        """
+        assert self._process is not None, "the server was not started"
+        self._process.terminate()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(
+                f"{self.address} goes on {timeout_s:.0f} s after SIGTERM:\n{self._end_of_log()}"
+            ) from error
+        self.kill()
 
     def kill(self) -> None:
         """Kills the server with all its processes."""
