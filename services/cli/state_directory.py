@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from services.common.host import is_gone, process_identity
+from services.common.host import is_gone, make_private_folder, process_identity
 
 _FILE = "command.lock"
 
@@ -33,7 +33,7 @@ def lock_state_directory(state_directory: Path) -> Iterator[None]:
         StateInUseError: If another process has locked it, or it is not writable.
     """
     try:
-        state_directory.mkdir(parents=True, exist_ok=True)
+        make_private_folder(state_directory)
         opened = (state_directory / _FILE).open("a+", encoding="utf-8")
     except OSError as error:
         raise StateInUseError(

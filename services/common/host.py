@@ -164,6 +164,12 @@ def missing_compiler() -> str:
 PRIVATE_MODE: Final = 0o600
 
 
+def make_private_folder(path: Path) -> None:
+    """Creates a folder and its missing parents for this user alone, whatever the umask is."""
+    for folder in (*reversed(path.parents), path):
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def make_private(path: Path) -> None:
     """Creates a file if it is missing, and takes the rights of other users, whatever the umask is.
 

@@ -196,6 +196,9 @@ class SpecSettings(ServiceSettings):
     arguments; only with ``allowed_roots``.
     """
 
+    unwritable_roots: tuple[Path, ...] = ()
+    """Further folders, besides ``code_roots``, to which runs may not write by paths of a specification; only
+    with ``allowed_roots``."""
     reward_hosts: tuple[str, ...] = ()
     """Hosts, in lower case, of reward services and agents that may have private addresses. With
     ``allowed_roots``, the only hosts that arguments may name.
@@ -212,6 +215,7 @@ class SpecSettings(ServiceSettings):
             code_roots=self.code_roots,
             commands=self.allowed_commands,
             hosts=self.reward_hosts,
+            unwritable=self.unwritable_roots,
         )
 
 

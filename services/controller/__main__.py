@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import REGISTRY
 
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
+from services.common.host import make_private_folder
 from services.common.http.limits import raise_descriptor_limit
 from services.common.http.server import serve_http
 from services.common.launchers import LAUNCHERS
@@ -76,7 +77,7 @@ logger = logging.getLogger(__name__)
 
 async def run_controller(settings: ControllerSettings) -> None:
     """Acquires leadership and serves until shutdown."""
-    settings.state_directory.mkdir(parents=True, exist_ok=True)
+    make_private_folder(settings.state_directory)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(settings.serving_metrics())
         database = stack.enter_context(_opened_database(settings))

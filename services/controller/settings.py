@@ -175,7 +175,8 @@ class ControllerSettings(KeySettings, SpecSettings):
         """Policy for what specifications may name; runs may not write next to the controller's files."""
         # Each pod has its own volume at the same path.
         is_shared = LAUNCHERS[self.launcher].shares_files
-        return replace(super().allowance, unwritable=(self.state_directory,) if is_shared else ())
+        unwritable = (*self.unwritable_roots, *((self.state_directory,) if is_shared else ()))
+        return replace(super().allowance, unwritable=unwritable)
 
     @property
     def database(self) -> str:

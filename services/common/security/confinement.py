@@ -6,6 +6,7 @@ again on their hosts with links resolved, because only there links and modules a
 """
 
 import importlib.util
+import json
 import os.path
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -173,6 +174,10 @@ _PRESETS = ("tiny:", "chars:")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _PLUGIN = re.compile(r"(\w[\w.-]*/)?(?P<module>[A-Za-z_][\w-]*)(@[\w.-]+)?")
 _PATH_STARTS = ("/", "~", "./", "../", "file:")
+_WORKER_SETTINGS = (
+    *("ALLOWED_ROOTS", "ALLOWED_URLS", "CODE_ROOTS", "ALLOWED_COMMANDS"),
+    *("REWARD_HOSTS", "UNWRITABLE_ROOTS"),
+)
 _RUN = re.compile(r"run_[0-9a-f]{32}")
 
 
@@ -192,6 +197,19 @@ class CodePolicy:
     """Hosts, in lower case, that arguments may name."""
     unwritable: tuple[Path, ...] = ()
     """Further folders, besides those with code, to which runs may not write by their paths."""
+
+    def settings(self) -> dict[str, str]:
+        """Returns settings that give a worker this policy; it keeps its own where a field is empty."""
+        values = (
+            self.roots,
+            self.urls,
+            self.code_roots,
+            self.commands,
+            self.hosts,
+            self.unwritable,
+        )
+        pairs = zip(_WORKER_SETTINGS, values, strict=True)
+        return {name: json.dumps(value, default=str) for name, value in pairs if value}
 
     def problems(self, spec: RunSpec) -> list[str]:
         """Returns the forbidden names in a specification, judged by its text.

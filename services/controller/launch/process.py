@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -192,18 +192,11 @@ class ProcessLauncher(LauncherDefaults):
             f"{prefix}METRICS_PORT": str(self._metrics.add(run_id, worker_id)),
             f"{prefix}STATE_DIRECTORY": str(self._state_directory / run_id),
             f"{prefix}RUN_TOKEN": current_identity().token_for(run_id),
-            f"{prefix}ALLOWED_ROOTS": json.dumps([*map(str, self._allowance.roots)]),
-            f"{prefix}ALLOWED_URLS": json.dumps(self._allowance.urls),
-            f"{prefix}CODE_ROOTS": json.dumps([*map(str, self._allowance.code_roots)]),
-            f"{prefix}ALLOWED_COMMANDS": json.dumps(self._allowance.commands),
+            **{f"{prefix}{name}": value for name, value in self._allowance.settings().items()},
         }
 
     def _neighbours(
-        self,
-        run_id: str,
-        role: str,
-        worker_id: str,
-        names: Sequence[tuple[str, str]],
+        self, run_id: str, role: str, worker_id: str, names: Sequence[tuple[str, str]]
     ) -> dict[str, str]:
         """Returns the environment variable with the roles of other workers on the same GPUs.
 
@@ -217,13 +210,7 @@ class ProcessLauncher(LauncherDefaults):
         return {f"{WORKERS[role].settings_prefix}GPU_NEIGHBOURS": json.dumps(neighbours)}
 
     async def _spawn(
-        self,
-        run_id: str,
-        role: str,
-        worker_id: str,
-        *,
-        ranks: int,
-        environment: Mapping[str, str],
+        self, run_id: str, role: str, worker_id: str, *, ranks: int, environment: Mapping[str, str]
     ) -> ProcessGroup:
         processes: list[StartedProcess] = []
         try:
@@ -297,34 +284,12 @@ class ProcessLauncher(LauncherDefaults):
 
 
 @asynccontextmanager
-async def open_process_launcher(
-    *,
-    controller_address: str,
-    state_directory: Path,
-    on_exit: ExitHandler,
-    tasks: TaskGroup,
-    allowance: CodePolicy = CodePolicy(),  # noqa: B008 -- frozen
-    metric_targets: Path | None = None,
-) -> AsyncIterator[ProcessLauncher]:
-    """Opens a launcher until the block ends; the arguments are those of :class:`ProcessLauncher`.
-
-    It forks workers of a process with their imports done; see :func:`begin_imports`.
-    """
+async def gpus_and_forks() -> AsyncIterator[tuple[Sequence[str], ForkServer | None]]:
+    """Yields this process's GPUs and, on Linux, a fork server with its imports done."""
+    forks = open_fork_server(_inherited()) if sys.platform == "linux" else nullcontext()
     gpus = host_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    async with AsyncExitStack() as stack:
-        forks = None
-        if sys.platform == "linux":
-            forks = await stack.enter_async_context(open_fork_server(_inherited()))
-        yield ProcessLauncher(
-            controller_address=controller_address,
-            state_directory=state_directory,
-            on_exit=on_exit,
-            tasks=tasks,
-            allowance=allowance,
-            gpus=gpus,
-            forks=forks,
-            metric_targets=metric_targets,
-        )
+    async with forks as fork_server:
+        yield gpus, fork_server
 
 
 def _engine_to_import(spec: RunSpec, role: str, gpus: Sequence[str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from services.common.callables import load_callable
 from services.common.launchers import LAUNCHERS
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import ExternalLauncher, Launcher
-from services.controller.launch.process import open_process_launcher
+from services.controller.launch.process import ProcessLauncher, gpus_and_forks
 from services.controller.manager.runs import RunManager
 from services.controller.settings import ControllerSettings
 
@@ -46,15 +46,17 @@ async def open_launcher(args: LauncherArgs) -> AsyncIterator[Launcher]:
 async def open_processes(args: LauncherArgs) -> AsyncIterator[Launcher]:
     """Opens the launcher ``process``."""
     settings = args.settings
-    async with open_process_launcher(
-        controller_address=args.address,
-        state_directory=settings.state_directory,
-        on_exit=args.manager.drivers.worker_exited,
-        tasks=args.tasks,
-        allowance=settings.allowance,
-        metric_targets=settings.metric_targets,
-    ) as launcher:
-        yield launcher
+    async with gpus_and_forks() as (gpus, forks):
+        yield ProcessLauncher(
+            controller_address=args.address,
+            state_directory=settings.state_directory,
+            on_exit=args.manager.drivers.worker_exited,
+            tasks=args.tasks,
+            allowance=settings.allowance,
+            gpus=gpus,
+            forks=forks,
+            metric_targets=settings.metric_targets,
+        )
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import InvalidArgumentError, NotFoundError
-from services.common.host import make_private
+from services.common.host import make_private, make_private_folder
 from services.wire.transferqueue.types import SampleRecordQuery
 
 _DIGITS = 5
@@ -221,7 +221,7 @@ def remove_store(path: Path) -> None:
 @contextmanager
 def _opened(path: Path, *, is_new: bool = False) -> Iterator[sqlite3.Connection]:
     if is_new:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(path.parent)
         make_private(path)
     with closing(sqlite3.connect(path, timeout=30.0)) as database:
         database.row_factory = sqlite3.Row

@@ -13,6 +13,9 @@ from services.common.task_group import TaskGroup
 from services.controller.launch import process, worker_process
 from services.controller.launch.process import ProcessLauncher
 from services.controller.launch.worker_process import ChildProcess
+from services.controller.settings import ControllerSettings
+from services.rollout.settings import RolloutSettings
+from services.trainer.settings import TrainerSettings
 from tests.helpers.rest import SPEC
 
 
@@ -77,6 +80,38 @@ async def test_workers_inherit_nothing_of_the_controllers_own(tmp_path, monkeypa
         assert environment[f"{prefix}_RUN_ID"] == "run_a"
         assert environment["SLIPSTREAM_TRACE_RATIO"] == "0.5"
         assert not [name for name in environment if name.startswith("SLIPSTREAM_CONTROLLER_")]
+
+
+async def test_workers_judge_a_specification_by_the_controllers_policy(tmp_path, monkeypatch):
+    outputs, state = tmp_path / "outputs", tmp_path / "state"
+    outputs.mkdir()
+    (state / "run_a").mkdir(parents=True)
+    (outputs / "link").symlink_to(state)
+    settings = ControllerSettings(
+        transferqueue_address="127.0.0.1:1",
+        state_directory=state,
+        allowed_roots=(tmp_path,),
+        allowed_urls=("s3://bucket/team",),
+        code_roots=(tmp_path / "code",),
+        allowed_commands=(("server", "--stdio"),),
+        reward_hosts=("judge.internal",),
+    )
+    orders = Orders(Exited())
+    async with TaskGroup() as tasks:
+        launcher = launcher_of(tmp_path, tasks, orders, allowance=settings.allowance)
+        await launcher.start("run_a", RunSpec.model_validate(SPEC))
+    spec = RunSpec.model_validate(
+        SPEC | {"trainer": {**SPEC["trainer"], "checkpoint": {"directory": str(outputs / "link")}}}
+    )
+    for worker_settings, worker_id in (
+        (TrainerSettings, "trainer-0"),
+        (RolloutSettings, "rollout-0"),
+    ):
+        for name, value in orders.given[worker_id][1].items():
+            monkeypatch.setenv(name, value)
+        worker = worker_settings()
+        assert worker.allowance == settings.allowance
+        assert any("link" in problem for problem in worker.allowance.problems_here(spec))
 
 
 async def test_the_log_of_a_worker_that_writes_without_end_stays_small(tmp_path, monkeypatch):
