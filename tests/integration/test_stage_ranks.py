@@ -8,133 +8,30 @@ import pytest
 import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig
 
 from services.common.runspec.run import RunSpec
 from services.extras.reference_engine.engine import ReferenceEngine
-from services.extras.stages.engine import StagesEngine
-from services.extras.stages.layout import build_stage
-from services.extras.stages.modules import StagedPolicy
 from services.extras.stages.passes import BoundedStage
-from services.trainer.batch.packing import pack
 from services.trainer.engines.base import score_text
 from services.trainer.engines.fsdp.engine import FsdpEngine
-from services.trainer.engines.fsdp.parallel import distribute
 from services.weightsync.weight_plan import row_shards
-from services.wire.data.jagged import Jagged
 from services.wire.step_command import StepCommand
-from tests.helpers.batches import (
-    CPU,
-    Queue,
-    engine_of,
-    policy_of,
-    random_queue,
-    rank_of,
-    spec_of,
-)
-from tests.helpers.mixtures import tiny_config
+from tests.helpers.batches import engine_of, policy_of, rank_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stage_ranks import (
+    LATENT,
+    LAYOUTS,
+    MIXTURE,
+    NIGHTLY,
+    engine_of_stage,
+    join,
+    path_of,
+    queue_for,
+    reference_engine,
+    spec_with_stages,
+)
 
 Outcome = dict[str, Any]
-TINY = "tiny:qwen2-0.4m"
-FOUR_LAYERS = "tiny:qwen2-1.2m"
-MIXTURE = "tiny:qwen3_moe-0.7m"
-LATENT = "latent"
-"""A mixture with latent attention, a dense first layer and biases that balance its routing."""
-UNTIED = "untied"
-"""A model of three layers whose head is not its embedding."""
-LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
-    "pp2": (TINY, {"world_size": 2, "pipeline_parallel": 2}),
-    "pp2-untied": (UNTIED, {"world_size": 2, "pipeline_parallel": 2}),
-    "pp2-fsdp2": (TINY, {"world_size": 4, "pipeline_parallel": 2}),
-    "pp2-tp2": (TINY, {"world_size": 4, "pipeline_parallel": 2, "tensor_parallel": 2}),
-    "pp2-ep2": (MIXTURE, {"world_size": 4, "pipeline_parallel": 2, "expert_parallel": 2}),
-    "pp2-tp2-experts": (MIXTURE, {"world_size": 4, "pipeline_parallel": 2, "tensor_parallel": 2}),
-    "pp2-ep2-tp2": (
-        LATENT,
-        {"world_size": 8, "pipeline_parallel": 2, "tensor_parallel": 2, "expert_parallel": 2},
-    ),
-    "pp2-fsdp2-ep2": (
-        MIXTURE,
-        {"world_size": 8, "pipeline_parallel": 2, "expert_parallel": 2},
-    ),
-    "pp2-latent": (LATENT, {"world_size": 2, "pipeline_parallel": 2}),
-    "pp2-cp2": (TINY, {"world_size": 4, "pipeline_parallel": 2, "context_parallel": 2}),
-    "pp2-cp2-ep4": (
-        MIXTURE,
-        {"world_size": 8, "pipeline_parallel": 2, "context_parallel": 2, "expert_parallel": 4},
-    ),
-    "pp2-fsdp2-cp2": (TINY, {"world_size": 8, "pipeline_parallel": 2, "context_parallel": 2}),
-    "pp2-cp2-tp2": (
-        TINY,
-        {"world_size": 8, "pipeline_parallel": 2, "context_parallel": 2, "tensor_parallel": 2},
-    ),
-    "pp2-recomputed": (
-        FOUR_LAYERS,
-        {"world_size": 2, "pipeline_parallel": 2, "activation_checkpointing": True},
-    ),
-    "pp4": (FOUR_LAYERS, {"world_size": 4, "pipeline_parallel": 4}),
-    "pp2-fsdp2-tp2": (
-        FOUR_LAYERS,
-        {"world_size": 8, "pipeline_parallel": 2, "tensor_parallel": 2},
-    ),
-    "pp4-fsdp2": (
-        FOUR_LAYERS,
-        # Half as many samples on each pipeline still make more micro-batches than stages.
-        {"world_size": 8, "pipeline_parallel": 4, "tokens_per_micro_batch": 20},
-    ),
-}
-NIGHTLY = (
-    "pp2-tp2-experts",
-    "pp2-ep2-tp2",
-    "pp2-fsdp2-ep2",
-    "pp2-latent",
-    "pp2-cp2-ep4",
-    "pp2-fsdp2-cp2",
-    "pp2-cp2-tp2",
-    "pp2-recomputed",
-    "pp4",
-    "pp2-fsdp2-tp2",
-    "pp4-fsdp2",
-)
-
-
-def path_of(model: str, folder: Path) -> str:
-    """Returns the preset, or the folder of a model that is no preset."""
-    if model == LATENT:
-        config = tiny_config("deepseek_v3", vocab_size=24, eos_token_id=1)
-    elif model == UNTIED:
-        config = AutoConfig.for_model(
-            "qwen3",
-            vocab_size=24,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            tie_word_embeddings=False,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=1,
-        )
-    else:
-        return model
-    config.save_pretrained(folder / "model")
-    return str(folder / "model")
-
-
-def spec_with_stages(model: str = TINY, *, replay: str = "off", **trainer: Any) -> RunSpec:
-    """Returns a run whose micro-batches are small enough that the pipeline is filled."""
-    return spec_of(
-        model={"path": model},
-        rollout={"routing_replay": replay},
-        trainer={
-            "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.5},
-            "tokens_per_micro_batch": 40,
-            **trainer,
-        },
-    )
 
 
 def gradients_of(engine: FsdpEngine | ReferenceEngine) -> list[dict[str, Tensor]]:
@@ -158,24 +55,6 @@ def gradients_of(engine: FsdpEngine | ReferenceEngine) -> list[dict[str, Tensor]
     return steps
 
 
-def queue_for(spec: RunSpec) -> Queue:
-    """Returns random samples; with routing replay, with experts that partly differ and partly are unknown."""
-    policy = policy_of(spec, seed=1, scale=1.5)
-    queue = random_queue(policy)
-    if spec.rollout.routing_replay == "off":
-        return queue
-    prompts, responses = queue.fields["prompt_ids"], queue.fields["response_ids"]
-    with torch.no_grad():
-        policy(pack(prompts, responses, device=CPU))
-    assert policy.routing is not None
-    experts_by_layer = policy.routing._chosen
-    experts = torch.stack([experts_by_layer[layer] for layer in sorted(experts_by_layer)], 1)
-    experts[::2] = (experts[::2] + 1) % 8
-    experts[::5] = 255
-    lengths = prompts.lengths + responses.lengths - 1
-    return queue.replaced(routed_experts=Jagged(experts.to(torch.uint8), lengths))
-
-
 def train(engine: FsdpEngine | ReferenceEngine, spec: RunSpec) -> Outcome:
     """Trains two batches, the first with a masked sequence; returns what can be compared."""
     queue = queue_for(spec)
@@ -191,26 +70,6 @@ def train(engine: FsdpEngine | ReferenceEngine, spec: RunSpec) -> Outcome:
         "scores": [before, score_text(engine, [3, 5, 7, 9, 11])],
         "weights": {name: value.clone() for name, value in engine.export_weights()},
     }
-
-
-def engine_of_stage(spec: RunSpec, rank: int) -> StagesEngine:
-    topology, stage = build_stage(
-        spec.trainer, device=CPU, rank=rank, world_size=spec.trainer.world_size
-    )
-    model = policy_of(spec, scale=1.5).model
-    replay = spec.rollout.routing_replay
-    module = StagedPolicy(model, stage, temperature=1.0, routing_replay=replay)
-    distribute(module, spec.trainer, topology)
-    return StagesEngine(module, spec=spec, topology=topology)
-
-
-def _join(rank: int, spec: RunSpec, folder: str) -> None:
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=spec.trainer.world_size,
-    )
 
 
 def counting(counts: list[int]) -> Any:
@@ -233,7 +92,7 @@ def counting(counts: list[int]) -> Any:
 def _train_stage(rank: int, folder: str, spec_json: str) -> None:
     """Trains and saves one rank's stage, then loads what the reference engine saved."""
     spec = RunSpec.model_validate_json(spec_json)
-    _join(rank, spec, folder)
+    join(rank, spec, folder)
     engine = engine_of_stage(spec, rank)
     counts: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -255,12 +114,6 @@ def trained_stages(spec: RunSpec, folder: Path) -> list[Outcome]:
     run_ranks(_train_stage, str(folder), spec.model_dump_json(), count=spec.trainer.world_size)
     files = [folder / f"outcome-{rank}.pt" for rank in range(spec.trainer.world_size)]
     return [torch.load(file, weights_only=False) for file in files]
-
-
-def reference_engine(spec: RunSpec) -> ReferenceEngine:
-    model = policy_of(spec, scale=1.5).model
-    model.set_attn_implementation("sdpa")
-    return ReferenceEngine(model, spec, role="policy")
 
 
 def assert_rows(stages: list[Outcome]) -> None:
