@@ -1,11 +1,11 @@
 """Kills ranks of a trainer in a step and during a broadcast of weights; checks the first cause of each loss.
 
-``python -m tests.faults.rank_kills [--kills 10]``
+``python -m tests.faults.rank_kills [--layout NAME] [--kills 10] [--steps 12] [--seed 0] [--add]``
 
-Runs with FSDP and with pipeline stages lose a random rank again and again. After each kill, the newest event
-``WorkerLost`` must name that rank and its signal, and the run must train from its checkpoint. In the end
-every trained token is within the staleness bound, and the ledger is closed. Results go to
-``bench/results/rank-kills.json``.
+Runs with FSDP, with pipeline stages, and with stages of tensor- and expert-parallel ranks lose a random rank
+again and again. After each kill, the newest event ``WorkerLost`` must name that rank and its signal, and the
+run must train from its checkpoint. In the end every trained token is within the staleness bound, and the
+ledger is closed. Results go to ``bench/results/rank-kills.json``, by layout.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -28,17 +28,24 @@ from tests.helpers.ledger_check import check_run
 from tests.helpers.plumbing import write_plumbing
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "rank-kills.json"
+_DENSE = "model.path=tiny:qwen2-1.2m"
+_STAGES = (
+    "trainer.engine=stages",
+    "trainer.pipeline_parallel=2",
+    "trainer.tokens_per_micro_batch=64",
+)
 LAYOUTS: Mapping[str, tuple[str, ...]] = {
-    "fsdp, 2 ranks": ("trainer.world_size=2",),
-    "2 stages": (
-        "trainer.world_size=2",
-        "trainer.engine=stages",
-        "trainer.pipeline_parallel=2",
-        "trainer.tokens_per_micro_batch=64",
+    "fsdp, 2 ranks": (_DENSE, "trainer.world_size=2"),
+    "2 stages": (_DENSE, "trainer.world_size=2", *_STAGES),
+    "2 stages x 2 tensor x 2 expert parallel": (
+        "model.path=tiny:qwen3_moe-0.7m",
+        "trainer.world_size=8",
+        "trainer.tensor_parallel=2",
+        "trainer.expert_parallel=2",
+        *_STAGES,
     ),
 }
 _COMMON = (
-    "model.path=tiny:qwen2-1.2m",
     "rollout.replicas=1",
     "rollout.max_response_tokens=30",
     "algorithm.max_staleness=1",
@@ -131,11 +138,14 @@ def kill_one(training: Training, chooser: random.Random, phase: Phase) -> dict[s
     }
 
 
-def kills_of(layout: str, folder: Path, *, count: int, seed: int = 0) -> dict[str, Any]:
-    """Trains in a layout while ranks are killed; returns the kills and the checked facts of the run."""
+def kills_of(layout: str, folder: Path, *, count: int, steps: int, seed: int) -> dict[str, Any]:
+    """Trains in a layout while ranks are killed; returns the kills and the checked facts of the run.
+
+    Args:
+        steps: Steps of the run.
+    """
     chooser = random.Random(seed)
     spec = write_plumbing(folder)
-    steps = 12 * count + 20
     training = Training(spec, folder / "runs", f"trainer.steps={steps}", *_COMMON, *LAYOUTS[layout])
     training.start()
     kills = []
@@ -150,29 +160,51 @@ def kills_of(layout: str, folder: Path, *, count: int, seed: int = 0) -> dict[st
         training.close()
     facts = check_run(folder / "runs")
     assert facts["samples_checked"] > 0
+    return {"kills": kills, "load_1m": round(os.getloadavg()[0], 1), **facts}
+
+
+def summary_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns all kills of the runs of a layout, and what they have in common."""
+    kills = [kill for run in runs for kill in run["kills"]]
     return {
-        "kills": kills,
+        "num_kills": len(kills),
         "phases": dict(Counter(kill["phase"] for kill in kills)),
-        "causes_told": len(kills),
+        "ranks": dict(sorted(Counter(str(kill["rank"]) for kill in kills).items())),
         "noticed_p50_s": round(statistics.median(kill["noticed_s"] for kill in kills), 2),
+        "noticed_max_s": max(kill["noticed_s"] for kill in kills),
         "recovered_p50_s": round(statistics.median(kill["recovered_s"] for kill in kills), 1),
         "recovered_max_s": max(kill["recovered_s"] for kill in kills),
-        **facts,
+        "oldest_trained": max(run["oldest_trained"] for run in runs),
+        "runs": [*runs],
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, action="append", help="repeat for several; default: all"
+    )
     parser.add_argument("--kills", type=int, default=10, help="kills of each layout")
+    parser.add_argument("--steps", type=int, default=12, help="steps of a run for each kill")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the ranks and moments")
+    parser.add_argument("--add", action="store_true", help="keep the layouts' earlier runs too")
     options = parser.parse_args()
-    layouts = {}
-    for layout in LAYOUTS:
+    for layout in options.layout or LAYOUTS:
         with tempfile.TemporaryDirectory() as folder:
-            layouts[layout] = kills_of(layout, Path(folder), count=options.kills)
-    host = f"{os.cpu_count()} CPU cores, shared with other work"
-    results = {"host": host, "load_1m": os.getloadavg()[0], "layouts": layouts}
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    print(f"{RESULTS} is written", flush=True)
+            steps = options.steps * options.kills + 8
+            run = kills_of(
+                layout, Path(folder), count=options.kills, steps=steps, seed=options.seed
+            )
+        layouts = json.loads(RESULTS.read_text())["layouts"] if RESULTS.exists() else {}
+        earlier = layouts[layout]["runs"] if options.add and layout in layouts else []
+        layouts[layout] = summary_of([*earlier, run])
+        host = f"{os.cpu_count()} CPU cores, shared with other work"
+        results = {
+            "host": host,
+            "layouts": {name: layouts[name] for name in LAYOUTS if name in layouts},
+        }
+        RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        print(f"{RESULTS} is written", flush=True)
 
 
 if __name__ == "__main__":

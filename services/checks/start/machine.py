@@ -47,7 +47,7 @@ def num_gpus() -> int:
 
 # Without GPUs, one process replaces each GPU. With more processes per core, a run makes no useful progress.
 _PROCESSES_A_CORE = 4
-_MIN_PROCESSES = 8
+_MIN_PROCESSES = 9  # a rollout, and a trainer of 2 stages x 2 tensor- x 2 expert-parallel ranks
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MEASURED_SIZE, _MEASURED_TIMES = 256, 5
 _NOTABLE_SLOWDOWN = 1.5
