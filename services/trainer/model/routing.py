@@ -23,7 +23,7 @@ _LEAST_SUM = 1e-20
 
 
 class Routing:
-    """Observes and controls the routers of a policy in the newest forward pass since :meth:`begin`.
+    """Observes and controls the routers of a policy in the first forward pass since :meth:`begin`.
 
     Args:
         model: Model whose routers are hooked.
@@ -145,7 +145,10 @@ class Routing:
                 weights = torch.where(
                     is_replayed, self._weights(router, logits, experts).to(weights), weights
                 )
-        self._logits[layer], self._chosen[layer] = logits, experts
+        # A recomputed layer routes again in the backward pass. Its logits would keep its graph, and with
+        # it the activations of the layer's attention, until the next pass.
+        if layer not in self._chosen:
+            self._logits[layer], self._chosen[layer] = logits, experts
         return logits, weights, experts
 
     def _weights(self, router: Any, logits: Tensor, expert_ids: Tensor) -> Tensor:

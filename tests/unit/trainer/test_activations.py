@@ -1,5 +1,6 @@
 """Tests that activation checkpointing and offloading leave results bit-identical."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -75,6 +76,28 @@ def trained(module: Policy) -> tuple[list[Tensor], dict[str, Tensor], int]:
         scores += [logprobs.detach(), entropy.detach()]
     named = module.named_parameters()
     return scores, {name: leaf.grad for name, leaf in named if leaf.grad is not None}, most
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3"])
+def test_a_recomputed_layer_keeps_nothing_after_its_backward_pass(family: str) -> None:
+    module = policy(family, {"activation_checkpointing": True})
+    storages: list[weakref.ref[torch.UntypedStorage]] = []
+    alive: list[int] = []
+
+    def note(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        alive.append(sum(storage() is not None for storage in storages))
+        storages.extend(weakref.ref(tensor.untyped_storage()) for tensor in (*inputs, output))
+
+    for name, projection in module.named_modules():
+        if name.endswith("self_attn.o_proj"):
+            projection.register_forward_hook(note)
+    for packed in packs():
+        storages.clear()
+        alive.clear()
+        module(packed)[0].sum().backward()
+        assert len(alive) == 6, "three layers compute twice"
+        assert not any(storage() is not None for storage in storages), "after all passes"
+        assert not any(alive[3:]), "while an earlier layer is recomputed"
 
 
 @pytest.mark.parametrize(
