@@ -1,10 +1,4 @@
-"""Predicts the memory of trainer GPUs, KV caches and time-shared GPUs before a start: pure arithmetic.
-
-Weights, gradients and optimizer follow from the layout (``trainer/engines/fsdp/parallel.py``) and are
-exact. The estimate of activations counts the tensors that the compiled layers of a decoder keep for
-the backward pass; it was within 5 % of the peak of two runs on H200s (a 1.5B model, packs of 41k
-tokens: 110 GiB on one GPU, 96 on two with ``zero_stage`` 1).
-"""
+"""Predicts the memory of trainer GPUs, KV caches and time-shared GPUs before a start: pure arithmetic."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -219,11 +213,7 @@ def trainer_memory(
 
 
 def fitted(
-    spec: RunSpec,
-    config: PretrainedConfig,
-    *,
-    gpu_bytes: int,
-    engines: int = 0,
+    spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int, engines: int = 0
 ) -> tuple[RunSpec, TrainerMemory]:
     """Gives trainer's ``activation_checkpointing`` and ``keep_gathered`` a value; returns its memory too.
 

@@ -230,6 +230,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 compute, teacher = extra
                 logits, _ = bounded_logits(products, excluded, numbers)
                 divergence[rows] = compute(logits, teacher[rows])
+                del logits
+            del products, excluded  # else two chunks exist at once
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
         ctx.numbers, ctx.mask, ctx.extra = numbers, mask, extra
         return (logprobs, entropy) if extra is None else (logprobs, entropy, divergence)
@@ -263,6 +265,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[rows]
+            del products, excluded, grad
         of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, of_weight, *[None] * 5
 

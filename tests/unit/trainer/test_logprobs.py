@@ -1,6 +1,7 @@
 """Tests that chunked logprobs, entropies and their gradients equal the plain computation."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -33,6 +34,26 @@ def test_chunks_do_not_change_values_or_gradients(
         torch.testing.assert_close(chunked, plain, rtol=1e-5, atol=1e-5)
     for chunked, plain in zip(gradients(*actual), gradients(*expected), strict=True):
         torch.testing.assert_close(chunked, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_logits_of_one_chunk_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "_CHUNK_BYTES", 4 * 37 * 4)
+    storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def products(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        assert not any(storage() is not None for storage in storages)
+        logits = hidden @ weight.T
+        storages.append(weakref.ref(logits.untyped_storage()))
+        return logits
+
+    monkeypatch.setattr(logprobs, "float32_products", products)
+    monkeypatch.setitem(logprobs._MULTIPLIED, None, products)
+    hidden, weight = torch.randn(11, 8).requires_grad_(), torch.randn(37, 8).requires_grad_()
+    values, _ = logprobs.token_logprobs(
+        hidden, logprobs.OutputHead(weight), torch.zeros(11, dtype=torch.int64), temperature=1.0
+    )
+    values.sum().backward()
+    assert len(storages) == 6, "three chunks, in both passes"
 
 
 def test_logprobs_relative_to_a_mask_are_those_of_the_formula(
