@@ -149,6 +149,8 @@ async def _shared(name: str, build: Callable[[], Engine]) -> AsyncIterator[Engin
 
 
 async def _close(name: str) -> None:
+    if name not in _open:
+        return  # a test that failed has closed it
     _, serving = _open.pop(name)
     serving.cancel()
     await asyncio.wait([serving])

@@ -355,3 +355,21 @@ async def test_a_cancelled_caller_frees_its_place(open_engine: OpenEngine) -> No
         await asyncio.wait(tasks)
         await until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
         assert len((await engine.generate(request("next", PROMPT[:9]))).token_ids) == 8
+
+
+@all_engines
+async def test_a_caller_that_leaves_while_its_request_starts_does_not_delay_weights(
+    open_engine: OpenEngine,
+) -> None:
+    async with open_engine() as engine:
+        await adopt(engine, 0)
+        for num_turns in range(12):
+            caller = asyncio.ensure_future(
+                engine.generate(request(f"left{num_turns}", PROMPT[:9], max_tokens=400))
+            )
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            caller.cancel()
+            await asyncio.wait([caller])
+        async with asyncio.timeout(60):
+            await adopt(engine, 0)

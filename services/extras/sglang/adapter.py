@@ -264,9 +264,13 @@ class SglangBackend:
         stream = _Stream(
             self, name, outputs, request, experts_from=segment.experts_from, num_top=num_top
         )
-        # The stream's first turn in the event loop sends the request; only then can an abort find
-        # it.
-        await asyncio.sleep(0)
+        try:
+            # The stream's first turn in the event loop sends the request; only then can an abort find
+            # it.
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            await stream.close()  # an open request blocks all weight updates
+            raise
         return stream
 
     async def abort_segments(self, segment_ids: Collection[str]) -> None:

@@ -505,8 +505,12 @@ class VllmBackend:
         unique = f"{name}#{self._num_asked}"
         request = self.llm.input_processor.process_inputs(unique, prompt, parameters, ("generate",))
         stream = self._streams[unique] = _Stream(self, unique, segment_id=name, request=generation)
-        with _alive():
-            await self.llm.engine_core.add_request_async(request)
+        try:
+            with _alive():
+                await self.llm.engine_core.add_request_async(request)
+        except BaseException:
+            await stream.close()  # the engine would decode for a caller that left
+            raise
         return stream
 
     def _sampling(self, segment: Segment) -> SamplingParams:
