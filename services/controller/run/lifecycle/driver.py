@@ -417,7 +417,7 @@ class RunDriver:
         )
         await self._journal.record_event(Note("WorkerLost", message, {"workers": sorted(exits)}))
         await self._remove_ended()
-        is_halted = "trainer-0" in exits or not self._rollouts()
+        is_halted = not exits or "trainer-0" in exits or not self._rollouts()
         if is_halted and self._state in (RunState.STARTING, RunState.RUNNING):
             await self._transition(RunEvent.LOSE, "WorkerLost", message.splitlines()[0])
         return exits

@@ -57,6 +57,7 @@ class WeightMembers:
         self._bucket_bytes = 0
         self._devices: dict[str, str] = {}
         self._hosts: dict[str, str] = {}
+        self._addresses: dict[str, str] = {}
         self._reserved: dict[str, WeightSyncClient] = {}
         # Members that prepared a version since they agreed on the plan. Before that, a process may stand
         # still for longer than ``answer_timeout_s``: it allocates its buffers, which are pinned memory of
@@ -83,11 +84,13 @@ class WeightMembers:
             ServiceError: If a member does not answer or cannot take part.
         """
         self._hosts = {worker.worker_id: worker.host_id for worker in (trainer, *rollouts)}
+        self._addresses = {worker.worker_id: worker.address for worker in (trainer, *rollouts)}
         first = await self._connect(trainer.address)
         self.sources = {trainer.worker_id: first}
         described = (await self.call_all({trainer.worker_id: first.describe()}))[trainer.worker_id]
         for number, address in enumerate(described.source_addresses[1:], 1):
-            self.sources[f"{trainer.worker_id}/{number}"] = await self._connect(address)
+            self._addresses[name := f"{trainer.worker_id}/{number}"] = address
+            self.sources[name] = await self._connect(address)
         self._tensors = described.tensors
         self._make_plan(described.device)
         self.rollouts = {w.worker_id: await self._connect(w.address) for w in rollouts}
@@ -131,6 +134,7 @@ class WeightMembers:
             self.backend()
             self.rollouts |= clients
             self._hosts |= {worker.worker_id: worker.host_id for worker in rollouts}
+            self._addresses |= {worker.worker_id: worker.address for worker in rollouts}
         finally:
             for name in clients.keys() - self.rollouts.keys():
                 self._devices.pop(name, None)
@@ -241,6 +245,12 @@ class WeightMembers:
             if isinstance(answer, ServiceError)
         ]
 
+    def unpublishable(self, silent_members: Iterable[str]) -> UnavailableError:
+        """Returns the error of a publication whose members do not answer; it tells where they are."""
+        names = " and ".join(f"{name} at {self._addresses[name]}" for name in silent_members)
+        verb = "do" if " and " in names else "does"
+        return UnavailableError(f"{names} {verb} not answer, so no version can be published")
+
     def _silence_s(self, name: str) -> float:
         """Returns the seconds without an answer after which a member counts as lost."""
         answer_s, form_s = self._spec.answer_timeout_s, self._spec.form_timeout_s
@@ -331,13 +341,6 @@ class WeightMembers:
         silence_s = max(self._spec.answer_timeout_s, self._spec.form_timeout_s)
         channel = open_channel(address, "worker", run_id=self._run_id, silence_s=silence_s)
         return WeightSyncClient(await self._stack.enter_async_context(channel))
-
-
-def unpublishable(silent_members: Iterable[str]) -> UnavailableError:
-    """Returns the error of a publication whose members do not answer."""
-    names = " and ".join(silent_members)
-    verb = "do" if " and " in names else "does"
-    return UnavailableError(f"{names} {verb} not answer, so no version can be published")
 
 
 async def _aborted(member: WeightSyncClient, epoch: int, reason: str, timeout_s: float) -> None:

@@ -21,7 +21,7 @@ from services.controller import metrics
 from services.controller.membership import Worker
 from services.controller.run.state.worker_failures import LateError
 from services.controller.run.weights.followers import Followers, Release
-from services.controller.run.weights.members import WeightMembers, unpublishable
+from services.controller.run.weights.members import WeightMembers
 from services.controller.run.weights.shelf import Shelf
 from services.controller.run.weights.store_channel import (
     StoreChannel,
@@ -696,11 +696,8 @@ class WeightSession:
                 members answer.
         """
         self._members.remove_rollouts(lost_rollouts)
-        if (
-            any(name in self._members.sources for name in lost_rollouts)
-            or not self._members.rollouts
-        ):
-            raise unpublishable(lost_rollouts) from error
+        if self._members.sources.keys() & lost_rollouts or not self._members.rollouts:
+            raise self._members.unpublishable(lost_rollouts) from error
         is_final = isinstance(error, (InterruptedLinkError, StoreFailedError))
         if tries == _MAX_TRIES or (is_final and not lost_rollouts):
             raise error

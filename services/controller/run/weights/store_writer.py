@@ -15,7 +15,7 @@ from services.common.stores import without_secrets
 from services.controller import metrics
 from services.controller.run.state.worker_failures import UnresponsiveError
 from services.controller.run.weights.followers import Followers
-from services.controller.run.weights.members import WeightMembers, unpublishable
+from services.controller.run.weights.members import WeightMembers
 from services.controller.run.weights.shelf import Shelf, StoredCopy
 from services.controller.run.weights.store_channel import StoreChannel, StoreTrouble
 from services.weightsync.weight_plan import version_digest
@@ -134,7 +134,7 @@ class StoreWriter:
             except ServiceError as error:
                 epoch, self.epoch = self.epoch, -1
                 if absent := await self._members.abort(epoch, str(error), [*self._members.sources]):
-                    raise unpublishable(absent) from error
+                    raise self._members.unpublishable(absent) from error
                 (name, *_) = self._members.sources
                 self._channel.record(name, self.trouble, error)
                 if isinstance(error, DeadlineExceededError):

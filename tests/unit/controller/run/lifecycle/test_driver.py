@@ -84,6 +84,28 @@ async def test_the_end_of_a_rollout_that_stores_its_work_is_waited_for(
         assert ("rollout-0 exited with exit code 1" in loss_event.message) is is_heard
 
 
+@pytest.mark.parametrize("lost_worker", ["", "trainer-0", "rollout-1"])
+async def test_a_run_that_cannot_train_until_somebody_answers_again_says_that_it_recovers(
+    database, workers, lost_worker
+):
+    workers.may_train.clear()
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        workers.connects.clear()
+        workers.may_connect.clear()
+        if lost_worker:
+            manager.drivers.worker_exited(ended(run_id, lost_worker))
+        else:  # ranks of the trainer do not answer, and nobody has reported an exit yet
+            workers.lose()
+        await workers.connects.wait()
+        expected_state = "RUNNING" if lost_worker == "rollout-1" else "RECOVERING"
+        assert (await manager.get(run_id)).state == expected_state
+        workers.may_connect.set()
+        while (await manager.get(run_id)).state != "RUNNING":  # noqa: ASYNC110 -- a row of the database
+            await asyncio.sleep(0.01)
+
+
 async def test_a_worker_that_reports_its_failure_is_lost_for_that_reason(database, workers):
     workers.may_train.clear()
     async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):

@@ -1,6 +1,7 @@
 """Tests how long a member of a weight group may be silent before it counts as lost."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,7 +9,8 @@ from services.common.errors import DeadlineExceededError, ServiceError, Unavaila
 from services.common.runspec.run import WeightSyncSpec
 from services.controller.run.state.worker_failures import UnresponsiveError
 from services.controller.run.weights import members as members_module
-from services.controller.run.weights.members import WeightMembers, unpublishable
+from services.controller.run.weights.members import WeightMembers
+from services.weightsync.weight_plan import TensorSpec
 
 SPEC = WeightSyncSpec(answer_timeout_s=1.0, form_timeout_s=60.0)
 CALL_S = 0.1
@@ -89,8 +91,33 @@ async def test_a_member_that_stands_still_delays_no_probe_of_another() -> None:
     assert (busy.num_probes, prepared.num_probes > 1) == (1, True)
 
 
-def test_an_error_names_all_members_that_do_not_answer() -> None:
-    assert "trainer does not answer" in unpublishable(["trainer"]).message
-    assert "trainer-0/2 and trainer-0/3 do not answer" in (
-        unpublishable(["trainer-0/2", "trainer-0/3"]).message
+async def test_an_error_names_all_members_that_do_not_answer_and_their_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = WeightMembers("run", SPEC)
+    tensors = (TensorSpec("w", (8, 2), "float32"),)
+    described = SimpleNamespace(
+        source_addresses=("10.0.0.1:1", "10.0.0.1:2", "10.0.0.2:1"), tensors=tensors, device="cpu"
+    )
+
+    async def agree(tensors: object, bucket_bytes: int, **_: object) -> object:
+        return SimpleNamespace(device="cpu", plan_hash=group.plan.plan_hash)
+
+    async def describe() -> object:
+        return described
+
+    async def connect(address: str) -> object:
+        return SimpleNamespace(describe=describe, agree_plan=agree, alive=Silent(0.0).alive)
+
+    monkeypatch.setattr(group, "_connect", connect)
+    trainer, rollout = (
+        SimpleNamespace(worker_id=name, host_id=name, address=f"{name}.example:1")
+        for name in ("trainer-0", "rollout-0")
+    )
+    await group.open(trainer, [rollout])  # type: ignore[arg-type, list-item]
+    assert group.unpublishable(["rollout-0"]).message.startswith(
+        "rollout-0 at rollout-0.example:1 does not answer"
+    )
+    assert group.unpublishable(["trainer-0/1", "trainer-0/2"]).message.startswith(
+        "trainer-0/1 at 10.0.0.1:2 and trainer-0/2 at 10.0.0.2:1 do not answer"
     )
