@@ -142,6 +142,21 @@ def test_a_key_without_further_words_has_the_value_of_its_source() -> None:
     assert checked > 60
 
 
+@pytest.mark.parametrize(("source", "path"), SPECS, ids=[path.stem for _, path in SPECS])
+def test_what_a_source_does_not_set_has_the_default_of_verl(source: str, path: Path) -> None:
+    spec, keys = load_spec(path), SOURCES[source]["keys"]
+    actor = "actor_rollout_ref.actor"
+    assert spec.algorithm.clip_low == keys.get(f"{actor}.clip_ratio_low", 0.2)
+    assert spec.algorithm.clip_high == keys.get(f"{actor}.clip_ratio_high", 0.2)
+    assert spec.algorithm.dual_clip == keys.get(f"{actor}.clip_ratio_c", 3.0)
+    optimizer = spec.trainer.optimizer
+    assert optimizer.weight_decay == keys.get(f"{actor}.optim.weight_decay", 0.01)
+    assert optimizer.betas == (0.9, 0.999)
+    assert optimizer.max_grad_norm == keys.get(f"{actor}.grad_clip", 1.0)
+    if spec.data.heldout is not None:
+        assert spec.validation.before_train is keys.get("trainer.val_before_train", True)
+
+
 @pytest.mark.parametrize("number", range(3))
 def test_the_spelling_of_dots_rl_gives_the_same_groups(number: int) -> None:
     path = FOLDER / ("dots-rl-4-separate.yaml", "dots-rl-4-logp-shared.yaml",
