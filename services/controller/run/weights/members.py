@@ -302,9 +302,8 @@ class WeightMembers:
         await self._agree(self.all())
 
     def _share_gpus(self) -> bool:
-        gpus = [
-            gpu for gpu in self._devices.values() if MODES[self._mode].wire_device(gpu) == "cuda"
-        ]
+        mode = MODES[self._mode]
+        gpus = [gpu for gpu in self._devices.values() if mode.wire_device(gpu) == "cuda"]
         return len(set(gpus)) < len(gpus)
 
     async def _agree(self, members: Mapping[str, WeightSyncClient]) -> None:
