@@ -31,26 +31,6 @@ _REWRITTEN = re.compile(r"[%\\\s\x00-\x20\x7f]")
 """Characters that the stores' libraries decode, strip or replace, so that they open another URL."""
 
 
-@dataclass(frozen=True, slots=True)
-class UploadStatus:
-    """State of the uploads of one process."""
-
-    step: int = 0
-    """Step whose checkpoint is being uploaded; 0 if none is."""
-    done_bytes: int = 0
-    """Bytes of that checkpoint that the store has."""
-    total_bytes: int = 0
-    """Size of that checkpoint."""
-    num_waiting: int = 0
-    """Checkpoints that wait for their upload, besides the current one."""
-    stored_step: int = 0
-    """Newest step that this process knows to be complete in the store."""
-    failing_s: float = 0.0
-    """Seconds since the upload first failed; 0 if it does not fail."""
-    cause: str = ""
-    """First cause of that failure."""
-
-
 class StoredCheckpoints(Protocol):
     """Checkpoints of one run in an object store; each exists once its manifest does.
 
@@ -93,7 +73,15 @@ class StoredCheckpoints(Protocol):
     def pending_steps(self) -> set[int]:
         """Returns the steps whose upload is not confirmed; their folders must stay."""
 
-    def status(self) -> UploadStatus: ...
+    def report(self, session: Any) -> None:
+        """Reports the state of the uploads, and as events what happened to them since the last call.
+
+        After a restore, that includes what earlier processes stored: one may have ended before it
+        reported its last upload.
+
+        Args:
+            session: The worker's ``services.wire.controller.WorkerSession``.
+        """
 
     def wait(self, timeout_s: float) -> None:
         """Waits until everything that was submitted is confirmed.
@@ -161,8 +149,8 @@ class StoredSamples(Protocol):
     def finish(self) -> None:
         """Lets the uploads end with what the file has now, in the background."""
 
-    def wait(self, timeout_s: float) -> None:
-        """Waits until the uploads have ended; after the time, a log message names the cause."""
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until the uploads have ended; after the time, logs the cause and returns False."""
 
     def restore(self, path: Path) -> None:
         """Writes the samples to a new file. Blocks."""
@@ -187,12 +175,10 @@ class StoreKind:
     have weight versions."""
     samples: str = ""
     """Function of a URL that returns :class:`StoredSamples`; empty if the store cannot have samples."""
-    checkpoint_reports: str = ""
-    """Coroutine function of a URL, the workers that upload checkpoints to it, and a function that records an
-    event; empty if uploads record no events."""
     sample_reports: str = ""
-    """As ``checkpoint_reports``; instead of workers, a coroutine function that returns for how many seconds
-    uploads of samples have failed, 0 if they work, and the first cause."""
+    """Coroutine function of a URL, ``TransferQueueClient.sample_upload`` of the run, a function that records
+    an event, and ``is_last``: True for the one report at the end of the run; empty if uploads record no
+    events."""
     extra: str
     """Requirement for ``pip install``, for example ``slipstream[objects]``."""
 
@@ -326,16 +312,11 @@ def open_samples(url: str) -> StoredSamples:
     return samples
 
 
-def report_function(url: str | None, reports: str) -> Callable[..., Any] | None:
-    """Returns the coroutine function that records events about uploads to a URL, without its first argument.
-
-    Args:
-        url: None and paths have no such function.
-        reports: Field of :class:`StoreKind` that names it.
-    """
+def sample_reports(url: str | None) -> Callable[..., Any] | None:
+    """Returns :attr:`StoreKind.sample_reports` of a URL without its first argument; None for a path."""
     if url is None or not is_url(url):
         return None
-    reference = getattr(STORES[url.partition("://")[0]], reports)
+    reference = STORES[url.partition("://")[0]].sample_reports
     return partial(resolve_name(reference), url) if reference else None
 
 

@@ -57,7 +57,9 @@ class Worker:
     weight_version: int = -1
     gauges: dict[str, float] = field(default_factory=dict)
     last_event: int = 0
-    """Number of the newest event that it has reported."""
+    """Number of its newest event that is recorded; they ascend, and a repeated heartbeat repeats them."""
+    recording: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while its events are recorded."""
     start_phases: list[tuple[str, float]] = field(default_factory=list)
     """``(activity, begin)`` of each phase of its start, in monotonic seconds; the last one marks the end."""
 
@@ -75,12 +77,6 @@ class Worker:
         for (phase, begin), (_, end) in pairwise(self.start_phases):
             seconds[phase] = round(seconds.get(phase, 0.0) + end - begin, 2)
         return seconds
-
-    def is_new_event(self, number: int) -> bool:
-        """Returns True for each number once; they ascend, and a repeated heartbeat repeats them."""
-        is_new = number > self.last_event
-        self.last_event = max(number, self.last_event)
-        return is_new
 
     @property
     def is_cut_off(self) -> bool:

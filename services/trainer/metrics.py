@@ -9,7 +9,6 @@ from prometheus_client import Counter, Gauge, Histogram
 from services.common.telemetry.metrics import STEP
 
 if TYPE_CHECKING:
-    from services.common.stores import UploadStatus
     from services.trainer.ranks.leader import SavedCheckpoint
     from services.trainer.steps.step import StepResult
 
@@ -189,14 +188,6 @@ def observe_saving(run: str, num_written: int, total: int) -> None:
     """Exports the progress of a checkpoint in bytes; zeros if none is running."""
     SAVING_BYTES.labels(run, "written").set(num_written)
     SAVING_BYTES.labels(run, "all").set(total)
-
-
-def observe_uploads(run: str, status: "UploadStatus") -> None:
-    """Exports the state of the uploads to an object store."""
-    UPLOAD_BYTES.labels(run, "uploaded").set(status.done_bytes)
-    UPLOAD_BYTES.labels(run, "all").set(status.total_bytes)
-    UPLOAD_FAILING.labels(run).set(status.failing_s)
-    UPLOADED_STEP.labels(run).set(status.stored_step)
 
 
 def observe_checkpoint(run: str, step: int, checkpoint: "SavedCheckpoint") -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -30,6 +30,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     Args:
         on_step: Called with number and result of every answered step.
         on_saving: Called about once a second while a checkpoint is written, with a description and gauges.
+        on_uploaded: Called once the object store has all checkpoints; the answer waits for it.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         run_id: str,
         on_step: Callable[[int, StepResult], None],
         on_saving: Callable[[str, Mapping[str, float]], None],
+        on_uploaded: Callable[[], Awaitable[None]],
     ) -> None:
         self._leader = leader
         self._run_id = run_id
         self._on_step = on_step
         self._on_saving = on_saving
+        self._on_uploaded = on_uploaded
         metrics.begin_run(run_id)
 
     async def TrainStep(
@@ -112,8 +115,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def AwaitUploads(
         self, request: pb.AwaitUploadsRequest, context: _Context
     ) -> pb.AwaitUploadsResponse:
-        """Waits until the object store has all saved checkpoints."""
+        """Waits until the object store has all saved checkpoints, and the run's record says so."""
         await self._leader.await_uploads(request.timeout_s)
+        await self._on_uploaded()
         return pb.AwaitUploadsResponse()
 
     async def Sleep(self, request: pb.SleepRequest, context: _Context) -> pb.SleepResponse:

@@ -11,7 +11,6 @@ import grpc
 
 from services.common.lifetime import report_ready
 from services.common.rpc.server import serve
-from services.common.stores import UploadStatus, size_text
 from services.common.task_group import TaskGroup
 from services.trainer import metrics
 from services.trainer.ranks.build import build_critic, build_rank, device_of, gpu_names
@@ -26,13 +25,7 @@ from services.trainer.steps.step import StepResult
 from services.weightsync.member import WeightMember
 from services.weightsync.server import serve_member
 from services.wire.batch import KVBatchMeta
-from services.wire.controller import (
-    UPLOAD_FAILING_GAUGE,
-    UPLOAD_FAILS,
-    UPLOADED_STEP_GAUGE,
-    WorkerSession,
-    open_rendezvous,
-)
+from services.wire.controller import WorkerSession, open_rendezvous
 from slipstream.trainer.v1 import scoring_pb2 as pb
 from slipstream.trainer.v1 import scoring_pb2_grpc, trainer_pb2_grpc
 
@@ -59,9 +52,12 @@ async def serve_trainer(settings: TrainerSettings) -> None:
         def on_saving(activity: str, gauges: Mapping[str, float]) -> None:
             session.report(activity=activity, gauges=gauges)
 
+        async def on_uploaded() -> None:
+            await _send_uploads(leader, session)
+
         def register(server: grpc.aio.Server) -> None:
             trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
-                TrainerServicer(leader, settings.run_id, on_step, on_saving), server
+                TrainerServicer(leader, settings.run_id, on_step, on_saving, on_uploaded), server
             )
             serve_member(member, server)
 
@@ -79,16 +75,18 @@ async def serve_trainer(settings: TrainerSettings) -> None:
         if session.spec.topology.is_colocated:  # rollouts load next, into the same GPU memory
             await leader.sleep()
         report_ready(settings.ready_file, {"role": "trainer", "gpus": ",".join(gpu_names())})
-        session.report(state="ready", activity="", weight_version=trainer.step)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
-        await _train_until_stopped(leader, session, command_group, settings)
+        await _train_until_stopped(leader, session, command_group, step=trainer.step)
 
 
 async def _train_until_stopped(
-    leader: Leader, session: WorkerSession, command_group: CommandGroup, settings: TrainerSettings
+    leader: Leader, session: WorkerSession, command_group: CommandGroup, *, step: int
 ) -> None:
+    if leader.store is not None:
+        leader.store.report(session)  # before the state, at which the run goes on
+    session.report(state="ready", activity="", weight_version=step)
     async with TaskGroup() as tasks:
-        reporting = tasks.create_task(report_uploads(leader, session, settings.run_id))
+        reporting = tasks.create_task(_report_uploads(leader, session))
         await until_stopped(session, command_group)
         reporting.cancel()
 
@@ -149,10 +147,13 @@ async def serve_critic(settings: TrainerSettings) -> None:
         def on_saving(activity: str, gauges: Mapping[str, float]) -> None:
             session.report(activity=activity, gauges=gauges)
 
+        async def on_uploaded() -> None:
+            await _send_uploads(leader, session)
+
         def register(server: grpc.aio.Server) -> None:
             on_step = _reporter(settings.run_id, lambda step: session.report(weight_version=step))
             trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
-                TrainerServicer(leader, settings.run_id, on_step, on_saving), server
+                TrainerServicer(leader, settings.run_id, on_step, on_saving, on_uploaded), server
             )
             scoring_pb2_grpc.add_ScoringServiceServicer_to_server(ValuesServicer(leader), server)
 
@@ -161,9 +162,8 @@ async def serve_critic(settings: TrainerSettings) -> None:
         critic = await load(stack, session, command_group, settings, build_critic)
         leader.attach(critic.rank, command_group, values=critic.values, step=critic.step)
         report_ready(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
-        session.report(state="ready", activity="", weight_version=critic.step)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
-        await _train_until_stopped(leader, session, command_group, settings)
+        await _train_until_stopped(leader, session, command_group, step=critic.step)
 
 
 async def follow_critic(start: FollowerStart) -> None:
@@ -188,33 +188,15 @@ def _reporter(run_id: str, report: Callable[[int], None]) -> Callable[[int, Step
 _EVERY_S: Final = 1.0
 
 
-async def report_uploads(leader: Leader, session: WorkerSession, run_id: str) -> None:
+async def _send_uploads(leader: Leader, session: WorkerSession) -> None:
+    """Waits until the run's record has what happened to the uploads so far."""
+    if leader.store is not None:
+        leader.store.report(session)
+    await session.send_events()
+
+
+async def _report_uploads(leader: Leader, session: WorkerSession) -> None:
     """Reports until it is cancelled; returns at once if the run has no object store."""
-    last_line = ""
-    while (status := leader.upload_status()) is not None:
-        metrics.observe_uploads(run_id, status)
-        line = described(status)
-        # Other activities, such as a save, keep their line while nothing is uploaded.
-        session.report(
-            activity=line if line != last_line else None,
-            gauges={
-                "checkpoint_upload_bytes": status.done_bytes,
-                "checkpoint_upload_total_bytes": status.total_bytes,
-                UPLOADED_STEP_GAUGE: status.stored_step,
-                UPLOAD_FAILING_GAUGE: status.failing_s,
-            },
-        )
-        last_line = line
+    while leader.store is not None:
+        leader.store.report(session)
         await asyncio.sleep(_EVERY_S)
-
-
-def described(status: UploadStatus) -> str:
-    """Returns one line about the present upload; empty if there is none."""
-    if not status.step:
-        return ""
-    if status.cause:
-        since = f"for {status.failing_s:.0f} s"
-        return f"{UPLOAD_FAILS} the checkpoint of step {status.step} {since}: {status.cause}"
-    size = f"{size_text(status.done_bytes)} of {size_text(status.total_bytes)}"
-    waiting = f", {status.num_waiting} more wait" if status.num_waiting else ""
-    return f"uploading the checkpoint of step {status.step}: {size}{waiting}"

@@ -138,8 +138,9 @@ class SampleRecordServicer(pb_grpc.SampleRecordServiceServicer):
     async def GetSampleUpload(
         self, request: pb.GetSampleUploadRequest, context: Context
     ) -> pb.GetSampleUploadResponse:
+        is_pending = not await self._keeper.wait_uploaded(request.run_id, request.wait_s)
         failing_s, cause = self._keeper.upload_failure(request.run_id)
-        return pb.GetSampleUploadResponse(failing_s=failing_s, cause=cause)
+        return pb.GetSampleUploadResponse(failing_s=failing_s, cause=cause, is_pending=is_pending)
 
     async def ReadSampleRecords(
         self, request: pb.ReadSampleRecordsRequest, context: Context

@@ -45,15 +45,11 @@ def state_number(state: WorkerState) -> worker_pb2.WorkerState.ValueType:
 
 CUT_OFF_GAUGE: Final = "cut_off"
 """Gauge of a worker: 1 while it cannot reach the transferqueue, with the cause in its activity."""
-UPLOAD_FAILS: Final = "cannot upload"  # begin of an activity that has the cause of a failure
-UPLOAD_FAILING_GAUGE: Final = "checkpoint_upload_failing_s"
-"""Gauge of a worker that saves checkpoints: seconds since its uploads to the object store fail; else 0."""
-UPLOADED_STEP_GAUGE: Final = "checkpoint_uploaded_step"
-"""Gauge of such a worker: step of the newest checkpoint that the object store has; 0 before the first."""
-
 WORKER_EVENTS: Final = frozenset(
     {"EngineRouterListed", "EngineServerLost", "EngineServerRefused", "EngineServerServes"}
-) | {"EngineServerOverloaded"}
+    | {"EngineServerOverloaded"}
+    | {"CheckpointUploaded", "CheckpointUploadFailing", "CheckpointUploadResumed"}
+)
 """Types of the events that a worker may report. The controller records all others itself."""
 _MAX_EVENTS: Final = 32
 
@@ -105,6 +101,7 @@ class WorkerSession:
     """``host:port`` of the transferqueue, available after entering."""
 
     def __init__(self, settings: WorkerSettings, *, role: str, port: int) -> None:
+        self.run_id = settings.run_id
         self._settings = settings
         self._role = role
         self._address = f"{settings.advertise_host}:{port}"
@@ -172,18 +169,31 @@ class WorkerSession:
         with suppress(UnavailableError, DeadlineExceededError):
             await self._send_heartbeat()
 
-    def report_event(self, kind: str, message: str) -> None:
+    def report_event(self, kind: str, message: str, *, step: int = 0, key: str = "") -> None:
         """Records an event of the run, with the next heartbeat.
 
         Args:
             kind: One of ``WORKER_EVENTS``.
             message: Explanation for people.
+            step: Training step that it is about; 0 for none.
+            key: Identity of what happened, which the run records once; empty for what may happen again.
         """
         assert kind in WORKER_EVENTS, kind
         self._num_events += 1
-        self._events.append(pb.WorkerEvent(number=self._num_events, type=kind, message=message))
+        self._events.append(
+            pb.WorkerEvent(number=self._num_events, type=kind, message=message, step=step, key=key)
+        )
         del self._events[:-_MAX_EVENTS]
         self._changed.set()
+
+    async def send_events(self) -> None:
+        """Waits until the run has recorded all events that were reported.
+
+        Raises:
+            ServiceError: If the controller does not answer in time.
+        """
+        while self._events:
+            await self._send_heartbeat()
 
     def report_outages(self, outage: Callable[[], str]) -> None:
         """Reports, from now on, while this worker cannot reach the transferqueue.

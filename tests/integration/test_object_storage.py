@@ -31,6 +31,13 @@ def event_types(state: Path) -> set[str]:
         return {kind for (kind,) in connection.execute("SELECT type FROM events")}
 
 
+def uploaded_steps(state: Path) -> list[int]:
+    """Returns the steps of the events that a checkpoint was uploaded, in their order."""
+    query = "SELECT data_json FROM events WHERE type = 'CheckpointUploaded' ORDER BY seq"
+    with closing(sqlite3.connect(state / "slipstream.db")) as connection:
+        return [json.loads(text)["step"] for (text,) in connection.execute(query)]
+
+
 def steps_of(state: Path) -> list[int]:
     with closing(sqlite3.connect(state / "slipstream.db")) as connection:
         return [step for (step,) in connection.execute("SELECT step FROM steps ORDER BY step")]
@@ -56,6 +63,9 @@ def test_a_run_lives_in_a_bucket_and_another_starts_from_its_checkpoint(
     )
     assert first.code == 0, first.out + first.err
     assert stored_steps(f"{bucket}/runs/first") == [2, 3]
+    told = uploaded_steps(tmp_path / "one")
+    assert {*told} >= {2, 3}, "each upload is told before the run ends"
+    assert len({*told}) == len(told)
     assert event_types(tmp_path / "one") >= {"CheckpointSaved", "CheckpointsUploaded"}
     assert not event_types(tmp_path / "one") & {"CheckpointUploadFailing", "CheckpointNotUploaded"}
     # Everything that the first run has on this machine is lost, except for its record.
@@ -94,6 +104,7 @@ def test_record_and_samples_are_read_from_the_bucket_after_the_disk_was_lost(
         f"trainer.checkpoint={{every: 2, directory: {bucket}/runs/first}}",
     )
     assert run.code == 0, run.out + run.err
+    assert "SamplesUploaded" in event_types(tmp_path / "one")
     shutil.rmtree(run.folder / "checkpoints")
     state = ("--state-directory", tmp_path / "one")
     replayed = slipstream("replay", run.folder.name, "--json", *state)

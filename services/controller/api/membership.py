@@ -70,20 +70,25 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             run_create_time=run.create_time,
         )
 
-    def _record_events(self, request: membership_pb2.HeartbeatRequest) -> None:
+    async def _record_events(self, request: membership_pb2.HeartbeatRequest) -> None:
         worker = self._membership.find(request.run_id, request.worker_id)
-        if worker is None:
+        if worker is None or worker.incarnation != request.incarnation:
             return
-        for event in request.events:
-            if event.type in WORKER_EVENTS and worker.is_new_event(event.number):
-                self._manager.drivers.worker_reported(
-                    request.run_id, request.worker_id, event.type, event.message[:_MAX_MESSAGE]
-                )
+        async with worker.recording:
+            for event in request.events:
+                if event.type in WORKER_EVENTS and event.number > worker.last_event:
+                    key, message = event.key[:_MAX_MESSAGE], event.message[:_MAX_MESSAGE]
+                    await self._manager.drivers.worker_reported(
+                        worker, event.type, message, step=event.step, key=key
+                    )
+                    worker.last_event = event.number
 
     async def Heartbeat(
         self, request: membership_pb2.HeartbeatRequest, context: _Context
     ) -> membership_pb2.HeartbeatResponse:
         """Records a heartbeat; returns an order and, if it has changed, the specification."""
+        # Before the state, on whose change the run goes on, and before the answer, which acknowledges them.
+        await self._record_events(request)
         outcome = await self._membership.record_heartbeat(
             request.run_id,
             request.worker_id,
@@ -100,8 +105,6 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
                 cause=request.activity,
                 final_code=request.failure_code,
             )
-        if outcome == "continue":
-            self._record_events(request)
         spec_json = spec_digest = ""
         # A worker of an earlier release sends no digest and does not read a specification here.
         if outcome == "continue" and request.spec_digest:

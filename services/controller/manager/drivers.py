@@ -11,6 +11,7 @@ from services.common.runspec.loader import SpecError, parse_spec
 from services.common.task_group import TaskGroup
 from services.controller import metrics
 from services.controller.launch.launcher import Launcher, WorkerExit, log_command
+from services.controller.membership import Worker
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.lifecycle.drains import DrainedHost
 from services.controller.run.lifecycle.driver import RunDriver
@@ -223,15 +224,24 @@ class Drivers:
         if (driver := self.find(run_id)) is not None:
             driver.worker_lost(worker_id, f"{worker_id} was restarted", is_replaced=True)
 
-    def worker_reported(self, run_id: str, worker_id: str, kind: str, message: str) -> None:
+    async def worker_reported(
+        self, worker: Worker, kind: str, message: str, *, step: int = 0, key: str = ""
+    ) -> None:
         """Records an event of the run that one of its workers reports.
 
         Args:
             kind: One of ``WORKER_EVENTS``.
+            step: Training step that it is about; 0 for none.
+            key: Identity of what happened, which is recorded once; empty for what may happen again.
         """
-        note = Note(kind, f"{worker_id}: {message}", {"worker": worker_id})
-        if (driver := self.find(run_id)) is not None:
-            self._tasks.create_task(driver.record_event(note))
+        data = {"worker": worker.worker_id, "step": step, "key": key}
+        note = Note(
+            kind,
+            f"{worker.worker_id}: {message}",
+            {name: value for name, value in data.items() if value},
+        )
+        if (driver := self.find(worker.run_id)) is not None:
+            await driver.record_event(note)
 
     def host_drained(self, run_id: str, host: DrainedHost, worker_ids: Collection[str]) -> None:
         """Notifies the driver that workers must leave a host; repeated as long as they have not left."""

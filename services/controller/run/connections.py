@@ -56,8 +56,6 @@ class RunConnections:
     weights: WeightSession
     serving: list[Worker]
     """Workers that receive the trainer's weights; empty if the run neither samples nor scores."""
-    savers: list[Worker]
-    """Workers that save checkpoints: the trainer, and a critic with its own GPUs."""
     other_workers: list[Worker]
     """Workers besides the trainer and the rollouts."""
     train_rows: Mapping[str, int]
@@ -227,7 +225,6 @@ async def connect(
         critic=critic,
         weights=weights,
         serving=serving,
-        savers=[trainer, *(worker for worker in optional_workers if worker.role == "critic")],
         other_workers=optional_workers,
         train_rows=_agreed_rows(rollouts, spec.data.train_sets),
         heldout_rows=_agreed_rows(rollouts, spec.data.heldout_sets),

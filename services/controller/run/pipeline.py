@@ -98,6 +98,7 @@ import asyncio
 import logging
 from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Never
 
 import sqlalchemy as sa
@@ -110,7 +111,7 @@ from services.common.errors import (
 )
 from services.common.host import Clock
 from services.common.runspec.weight_modes import TRANSPORTS
-from services.common.stores import is_url, report_function
+from services.common.stores import is_url, sample_reports
 from services.common.task_group import TaskGroup
 from services.controller.membership import Worker
 from services.controller.rules.evaluation import (
@@ -285,11 +286,8 @@ class TrainingPipeline:
 
     def _upload_reports(self) -> Iterator[Coroutine[None, None, None]]:
         spec = self.spec.now
-        if report := report_function(spec.trainer.checkpoint.directory, "checkpoint_reports"):
-            yield report(self.connections.savers, self._record)
-        if report := report_function(spec.samples.directory, "sample_reports"):
-            run_id = self.journal.run_id
-            yield report(lambda: self.queue.sample_upload_failure(run_id), self._record)
+        if report := sample_reports(spec.samples.directory):
+            yield report(partial(self.queue.sample_upload, self.journal.run_id), self._record)
 
     async def _record(self, note: Note) -> None:
         await self.journal.record_event(note, self.ledger)

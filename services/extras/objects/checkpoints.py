@@ -34,7 +34,6 @@ from services.common.errors import (
     UnavailableError,
 )
 from services.common.fields import new_id
-from services.common.stores import UploadStatus
 from services.extras.objects.connection import CONCURRENCY, ObjectFolder, StoredObject
 from services.extras.objects.layout import (
     StoredCheckpoint,
@@ -47,7 +46,9 @@ from services.extras.objects.layout import (
 from services.extras.objects.records import FOLDER as RECORD
 from services.extras.objects.records import RecordUploads, restore_record
 from services.extras.objects.transfers import Patience, TransferCancelledError, TransferProgress
+from services.extras.objects.upload_reports import UploadReports, UploadStatus
 from services.trainer.checkpoint import manifest as manifests
+from services.wire.controller import WorkerSession
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class ObjectCheckpoints:
         self._keep_steps: frozenset[int] = frozenset()
         self._stored_step = 0
         self._failure = ""
+        self._reports = UploadReports(store.url)
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._records = RecordUploads(
@@ -122,6 +124,7 @@ class ObjectCheckpoints:
         if not stored_manifests:
             return
         self._stored_step = stored_manifests[0].step
+        self._reports.add(*((m.step, m.upload) for m in reversed(stored_manifests)))
         if manifests_read[0] is not None:
             self._delete_overtaken(root, stored_manifests)
             if before is None and _is_ahead(root, stored_manifests):
@@ -221,6 +224,9 @@ class ObjectCheckpoints:
                 cause=self._patience.cause,
             )
 
+    def report(self, session: WorkerSession) -> None:
+        self._reports.report(session, self.status())
+
     def wait(self, timeout_s: float) -> None:
         with self._changed:
             is_done = self._changed.wait_for(
@@ -303,6 +309,7 @@ class ObjectCheckpoints:
             self._request(
                 lambda: self._store.write(f"{name}/{manifests.MANIFEST}", manifest.content)
             )
+        self._reports.add((upload.step, manifest.upload))
         # An older folder, which a new process submits again, is not what the folders continue from.
         if upload.keep is not None or upload.step >= self._stored_step:
             _record(upload.folder.parent, manifest)

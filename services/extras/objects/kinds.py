@@ -12,7 +12,6 @@ CLOUD: Final = StoreKind(
     upload=f"{_HERE}.exports:upload",
     folder=f"{_HERE}.connection:ObjectFolder",
     samples=f"{_HERE}.sample_records:ObjectSamples",
-    checkpoint_reports=f"{_HERE}.reports:report_checkpoints",
     sample_reports=f"{_HERE}.reports:report_samples",
     extra="slipstream[objects]",
 )

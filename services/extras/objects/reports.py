@@ -1,87 +1,43 @@
-"""Events about uploads to an object store: they fail, or work again; a checkpoint was uploaded."""
+"""Events about uploads of samples to an object store: they fail, or work again."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from services.common.errors import ServiceError
-from services.controller.membership import Worker
 from services.controller.store.records import Note
-from services.wire.controller import UPLOAD_FAILING_GAUGE, UPLOAD_FAILS, UPLOADED_STEP_GAUGE
+from services.extras.objects.transfers import TOLD_AFTER_S
 
-_EVERY_S: Final = 1.0
-_SAMPLES_EVERY_S: Final = 5.0
-_TOLD_AFTER_S: Final = 10.0
-"""Seconds of failure after which an event reports it; shorter ones only show in metrics."""
+_EVERY_S: Final = 5.0
 
-_Record = Callable[[Note], Awaitable[object]]
-
-
-@dataclass(slots=True)
-class CheckpointReports:
-    """Reports of the workers that save checkpoints.
-
-    Args:
-        url: URL of the checkpoints.
-    """
-
-    url: str
-    workers: Sequence[Worker]
-    record: _Record
-    _failing: set[str] = field(default_factory=set, init=False)
-    _uploaded: dict[str, int] = field(default_factory=dict, init=False)
-
-    async def watch(self) -> None:
-        """Records events until it is cancelled."""
-        while True:
-            for worker in self.workers:
-                for note in self.notes(worker):
-                    await self.record(note)
-            await asyncio.sleep(_EVERY_S)
-
-    def notes(self, worker: Worker) -> Iterator[Note]:
-        """Yields what changed since the last call."""
-        name = worker.worker_id
-        failing_s = worker.gauges.get(UPLOAD_FAILING_GAUGE, 0.0)
-        step = int(worker.gauges.get(UPLOADED_STEP_GAUGE, 0))
-        has_cause = worker.activity.startswith(UPLOAD_FAILS)  # a save may hide it for a moment
-        if failing_s >= _TOLD_AFTER_S * (1 if has_cause else 6) and name not in self._failing:
-            self._failing.add(name)
-            text = worker.activity if has_cause else f"{UPLOAD_FAILS} for {failing_s:.0f} s"
-            message = f"{name}: {text}; training continues, and the checkpoint stays on the trainer's host"
-            yield Note("CheckpointUploadFailing", message, {"workers": [name], "url": self.url})
-        elif failing_s == 0 and name in self._failing:
-            self._failing.discard(name)
-            message = f"{name} uploads checkpoints again"
-            yield Note("CheckpointUploadResumed", message, {"workers": [name], "url": self.url})
-        if step and step != self._uploaded.get(name, 0):
-            self._uploaded[name] = step
-            data = {"workers": [name], "step": step, "url": self.url}
-            yield Note("CheckpointUploaded", f"step {step}: {name} uploaded it to {self.url}", data)
-
-
-async def report_checkpoints(url: str, workers: Sequence[Worker], record: _Record) -> None:
-    """Records events about uploads of checkpoints until it is cancelled."""
-    await CheckpointReports(url, workers, record).watch()
+_LAST_S: Final = 10.0
+"""Seconds that the end of a run waits for its last samples."""
 
 
 async def report_samples(
-    url: str, failure: Callable[[], Awaitable[tuple[float, str]]], record: _Record
+    url: str,
+    sample_upload: Callable[..., Awaitable[tuple[bool, float, str]]],
+    record: Callable[[Note], Awaitable[object]],
+    *,
+    is_last: bool = False,
 ) -> None:
     """Records events about uploads of samples until it is cancelled.
 
     Args:
-        failure: Returns for how many seconds uploads have failed, 0 if they work, and the first cause.
+        sample_upload: ``TransferQueueClient.sample_upload`` of the run.
+        is_last: True to record, once, if the store has all samples of the ended run.
     """
+    if is_last:
+        await record(await _last_note(url, sample_upload))
+        return
     is_failing = False
     while True:
         try:
-            failing_s, cause = await failure()
+            _, failing_s, cause = await sample_upload()
         except ServiceError:
             pass  # the transferqueue does not answer, which others report
         else:
-            if failing_s >= _TOLD_AFTER_S and not is_failing:
+            if failing_s >= TOLD_AFTER_S and not is_failing:
                 is_failing = True
                 message = (
                     f"the transferqueue cannot upload samples for {failing_s:.0f} s: {cause}; training "
@@ -92,4 +48,21 @@ async def report_samples(
                 is_failing = False
                 message = "the transferqueue uploads samples again"
                 await record(Note("SampleUploadResumed", message, {"url": url}))
-        await asyncio.sleep(_SAMPLES_EVERY_S)
+        await asyncio.sleep(_EVERY_S)
+
+
+async def _last_note(
+    url: str, sample_upload: Callable[..., Awaitable[tuple[bool, float, str]]]
+) -> Note:
+    try:
+        is_pending, _, cause = await sample_upload(wait_s=_LAST_S)
+    except ServiceError as error:
+        is_pending, cause = True, error.message
+    if not is_pending:
+        return Note("SamplesUploaded", f"{url} has all samples of the run", {"url": url})
+    cause = cause or f"the upload takes more than {_LAST_S:.0f} s"
+    message = (
+        f"{url} lacks samples of the run: {cause}; the transferqueue tries for half an hour more, and the "
+        "samples stay in their file on its disk"
+    )
+    return Note("SamplesNotUploaded", message, {"url": url})

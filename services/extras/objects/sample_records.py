@@ -160,7 +160,7 @@ class ObjectSamples:
             self._deadline = time.monotonic() + _LAST_S
             self._ending.set()
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float) -> bool:
         with self._lock:
             thread = self._thread
         if thread is not None:
@@ -170,6 +170,7 @@ class ObjectSamples:
                 logger.warning(
                     "the last samples are not in the store", extra={"url": self._store.url + cause}
                 )
+        return thread is None or not thread.is_alive()
 
     def _work(self, path: Path) -> None:
         while True:

@@ -14,6 +14,8 @@ _Result = TypeVar("_Result")
 
 PATIENCE_S: Final = 600.0
 """Seconds without a successful request after which a download fails."""
+TOLD_AFTER_S: Final = 10.0
+"""Seconds of failure after which an event reports it; shorter ones only show in metrics."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 15.0
 _REPORT_EVERY_S, _LOG_EVERY_S = 1.0, 10.0
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from services.common.errors import FailedPreconditionError, UnavailableError
-from services.common.stores import UploadStatus
+from services.common.stores import StoredCheckpoints
 from services.common.task_group import uninterrupted
 from services.common.telemetry.metrics import IdleClock, PhaseTimer
 from services.trainer.checkpoint.checkpointer import Snapshot
@@ -196,10 +196,10 @@ class Leader:
         if store is not None:
             await asyncio.to_thread(store.wait, timeout_s)
 
-    def upload_status(self) -> UploadStatus | None:
-        """Returns the state of the uploads; None without an object store, and before the model is loaded."""
-        store = None if self._rank is None else self._rank.checkpointer.store
-        return None if store is None else store.status()
+    @property
+    def store(self) -> StoredCheckpoints | None:
+        """Object store of the checkpoints; None without one, and before the model is loaded."""
+        return None if self._rank is None else self._rank.checkpointer.store
 
     def save_progress(self) -> tuple[int, int]:
         """Returns written and total bytes of the checkpoint that is being written; zeros if there is none."""

@@ -126,6 +126,11 @@ class SampleRecordKeeper:
         uploads = self._uploads.get(run_id)
         return (0.0, "") if uploads is None else (uploads.failing_s, uploads.cause)
 
+    async def wait_uploaded(self, run_id: str, timeout_s: float) -> bool:
+        """Returns True if the store has all samples of a run whose recording has stopped."""
+        uploads = self._uploads.get(run_id)
+        return timeout_s <= 0 or uploads is None or await asyncio.to_thread(uploads.wait, timeout_s)
+
     async def flush(self, run_id: str) -> None:
         """Writes a run's pending samples, if it is being recorded."""
         run = self._runs.get(run_id)

@@ -286,11 +286,21 @@ class TransferQueueClient:
         )
         await call(self._kept.RecordSamples, request, idempotent=True)
 
-    async def sample_upload_failure(self, run_id: str) -> tuple[float, str]:
-        """Returns for how many seconds uploads of a run's samples have failed, 0 if none fails, and why."""
-        request = pb.GetSampleUploadRequest(run_id=run_id)
-        response = await call(self._kept.GetSampleUpload, request, idempotent=True)
-        return response.failing_s, response.cause
+    async def sample_upload(self, run_id: str, *, wait_s: float = 0.0) -> tuple[bool, float, str]:
+        """Returns the state of the uploads of a run's samples.
+
+        Args:
+            wait_s: Seconds within which a run that has ended may still upload.
+
+        Returns:
+            True if the store lacks samples of an ended run; for how many seconds uploads have failed, 0 if
+            none fails; why.
+        """
+        request = pb.GetSampleUploadRequest(run_id=run_id, wait_s=wait_s)
+        response = await call(
+            self._kept.GetSampleUpload, request, timeout_s=wait_s + TIMEOUT_S, idempotent=True
+        )
+        return response.is_pending, response.failing_s, response.cause
 
     async def read_sample_records(
         self, run_id: str, query: SampleRecordQuery

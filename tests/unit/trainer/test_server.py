@@ -33,6 +33,31 @@ class Leader:
         )
 
 
+async def on_uploaded() -> None:
+    """Tells nothing."""
+
+
+async def test_uploads_are_told_before_the_answer_that_ends_the_wait_for_them() -> None:
+    calls: list[str] = []
+
+    class Uploads:
+        async def await_uploads(self, timeout_s: float) -> None:
+            calls.append(f"awaited for {timeout_s:.0f} s")
+
+    async def tell() -> None:
+        calls.append("told")
+
+    servicer = server.TrainerServicer(
+        Uploads(),  # type: ignore[arg-type]
+        "r",
+        lambda step, result: None,
+        lambda activity, gauges: None,
+        tell,
+    )
+    await servicer.AwaitUploads(pb.AwaitUploadsRequest(timeout_s=9), None)  # type: ignore[arg-type]
+    assert calls == ["awaited for 9 s", "told"]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_save_reports_its_progress_until_it_ends(
     monkeypatch: pytest.MonkeyPatch, *, fails: bool
@@ -45,6 +70,7 @@ async def test_a_save_reports_its_progress_until_it_ends(
         "r",
         lambda step, result: None,
         lambda activity, gauges: reported.append((activity, gauges)),
+        on_uploaded,
     )
     request = pb.SaveCheckpointRequest(step=5)
     saving = asyncio.ensure_future(servicer.SaveCheckpoint(request, None))  # type: ignore[arg-type]

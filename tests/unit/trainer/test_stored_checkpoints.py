@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import FailedPreconditionError, NotFoundError
-from services.common.stores import UploadStatus
 from services.trainer.checkpoint import manifest
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.ranks.build import _resume
 from services.trainer.ranks.rank import Rank
 from services.trainer.settings import TrainerSettings
-from services.trainer.worker import described
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 SPEC = spec_of()
@@ -47,8 +45,8 @@ class FolderStore:
             shutil.copytree(folder, self.folder / folder.name, dirs_exist_ok=True)
         self.waiting.clear()
 
-    def status(self) -> UploadStatus:
-        return UploadStatus()
+    def report(self, session: object) -> None:
+        """Reports nothing."""
 
     def wait(self, timeout_s: float) -> None:
         self.upload()
@@ -156,12 +154,3 @@ def test_a_store_that_refuses_ends_the_start_with_its_cause(
     rank = rank_with(tmp_path / "disk", store)
     with pytest.raises(manifest.UnusableCheckpointError, match="the store refuses"):
         _resume(rank, tmp_path / "disk", None, settings(resume=True))
-
-
-def test_an_upload_is_described_with_its_progress_or_its_failure() -> None:
-    assert described(UploadStatus(stored_step=3)) == ""
-    going = UploadStatus(step=4, done_bytes=500_000_000, total_bytes=2_000_000_000, num_waiting=1)
-    assert described(going).startswith("uploading the checkpoint of step 4: ")
-    assert described(going).endswith(", 1 more wait")
-    failing = UploadStatus(step=4, failing_s=45.2, cause="s3://b: no route")
-    assert described(failing) == "cannot upload the checkpoint of step 4 for 45 s: s3://b: no route"

@@ -195,6 +195,12 @@ async def test_samples_are_followed_by_the_store_that_a_run_names_until_it_ends(
         )
         await record_keeper.stop_recording("run_1")
         store.finish.assert_called_once_with()
+        store.wait.return_value = False
+        assert await record_keeper.wait_uploaded("run_1", 0.0), "nobody waits"
+        assert not await record_keeper.wait_uploaded("run_1", 3.0)
+        store.wait.assert_called_once_with(3.0)
+        assert await record_keeper.wait_uploaded("run_0", 3.0)
+        store.wait.reset_mock()
         await record_keeper.start_recording("run_1", max_bytes=7, max_steps=3, directory=url)
         await record_keeper.delete("run_1", url)
         await record_keeper.delete("run_2", "s3://bucket/other")

@@ -17,11 +17,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 
 from services.common.errors import ServiceError, UnavailableError
 from services.common.lifetime import OUTAGE_EXIT
 from services.common.runspec.run import RunSpec
 from services.common.runspec.worker_kinds import worker_names
+from services.common.stores import sample_reports
 from services.common.task_group import TaskGroup, leaves, until_first, unwrapped
 from services.controller.launch.launcher import WorkerExit, log_command
 from services.controller.rules.run_state import VOLATILE, RunEvent, RunState
@@ -585,6 +587,9 @@ class RunDriver:
         await self._services.launcher.stop(self._run_id)
         if not record_samples:
             await delete_sample_records(self._services.queue, self._run_id)
+            if report := sample_reports(self.spec.samples.directory):
+                upload = partial(self._services.queue.sample_upload, self._run_id)
+                await report(upload, self.record_event, is_last=True)
 
     async def _transition(self, event: RunEvent, reason: str, message: str = "") -> None:
         self._state = await self._move(event, reason, message)

@@ -144,7 +144,14 @@ class Journal:
     async def record_event(
         self, note: Note, ledger: Ledger | None = None, *, also: Work | None = None
     ) -> None:
-        """Writes an event, the ledger's changes, and a further write in one transaction."""
+        """Writes an event, the ledger's changes, and a further write in one transaction.
+
+        An event whose data has the ``key`` of an earlier one of its type is left out.
+        """
+        if (key := note.data.get("key")) is not None:
+            earlier = await self.read(partial(event_data, type_=note.type))
+            if any(data.get("key") == key for data in earlier):
+                return
         await self._record(note, self._change(ledger, also))
 
     async def save(self, ledger: Ledger) -> None:

@@ -1,6 +1,7 @@
 import asyncio
 import dataclasses
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from services.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     ResourceExhaustedError,
+    UnavailableError,
 )
 from services.controller import membership as membership_module
 from services.controller.api.membership import MembershipServicer
@@ -138,16 +140,26 @@ async def test_events_of_workers_are_recorded_once_and_only_known_types(tmp_path
         transferqueue_address="127.0.0.1:1", state_directory=tmp_path, heartbeat_timeout_s=30.0
     )
     recorded = []
-    drivers = SimpleNamespace(
-        find=lambda run_id: None, worker_reported=lambda *event: recorded.append(event)
-    )
+
+    async def worker_reported(worker, *event, step, key):
+        if fails:
+            raise UnavailableError("the database is locked")
+        recorded.append((worker.worker_id, worker.state, *event, step, key))
+
+    drivers = SimpleNamespace(find=lambda run_id: None, worker_reported=worker_reported)
     servicer = MembershipServicer(SimpleNamespace(drivers=drivers), membership, settings, time)
     events = [
         membership_pb2.WorkerEvent(number=1, type="EngineServerLost", message="a" * 5000),
         membership_pb2.WorkerEvent(number=2, type="StepCommitted", message="not its own"),
         membership_pb2.WorkerEvent(number=3, type="EngineServerServes", message="b"),
+        membership_pb2.WorkerEvent(number=4, type="CheckpointUploaded", step=5, key="upload_1"),
     ]
-    for reported_events in (events[:1], events, events):
+    for fails, reported_events in (
+        (True, events[:1]),
+        (False, events[:1]),
+        (False, events),
+        (False, events),
+    ):
         request = membership_pb2.HeartbeatRequest(
             run_id="run_1",
             worker_id="rollout-0",
@@ -155,10 +167,13 @@ async def test_events_of_workers_are_recorded_once_and_only_known_types(tmp_path
             state=worker_pb2.WORKER_STATE_READY,
             events=reported_events,
         )
-        await servicer.Heartbeat(request, None)
+        with pytest.raises(UnavailableError) if fails else nullcontext():
+            await servicer.Heartbeat(request, None)
     assert recorded == [
-        ("run_1", "rollout-0", "EngineServerLost", "a" * 2048),
-        ("run_1", "rollout-0", "EngineServerServes", "b"),
+        # Before the run learns that the worker is ready.
+        ("rollout-0", "loading", "EngineServerLost", "a" * 2048, 0, ""),
+        ("rollout-0", "ready", "EngineServerServes", "b", 0, ""),
+        ("rollout-0", "ready", "CheckpointUploaded", "", 5, "upload_1"),
     ]
 
 

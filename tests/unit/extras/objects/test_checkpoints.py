@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -105,6 +106,31 @@ def test_the_newest_checkpoint_is_restored_on_another_machine(
     folder, facts = manifest.newest(tmp_path / "other")
     assert (folder.name, facts) == ("step-00000003", {"step": 3})
     assert store.status().stored_step == 3
+
+
+def reported_uploads(store: ObjectCheckpoints) -> list[tuple[int, str]]:
+    """Returns step and upload of the events that a worker reports now."""
+    session = Mock(run_id="run")
+    store.report(session)
+    calls = [call for call in session.report_event.mock_calls if call.args[0].endswith("Uploaded")]
+    return [(call.kwargs["step"], call.kwargs["key"]) for call in calls]
+
+
+def test_what_a_process_did_not_report_before_its_end_is_reported_by_the_next(
+    opened: Opener, tmp_path: Path
+) -> None:
+    killed = opened()
+    for step in (1, 2):
+        save(killed, tmp_path / "one", step)
+        killed.wait(LONG_S)
+    successor = opened()
+    successor.restore_newest(tmp_path / "other")
+    restored = reported_uploads(successor)
+    assert restored == reported_uploads(killed), "the run's record leaves out what it has"
+    assert [step for step, _ in restored] == [1, 2]
+    save(successor, tmp_path / "other", 3)
+    successor.wait(LONG_S)
+    assert [step for step, _ in reported_uploads(successor)] == [3]
 
 
 def test_retention_in_the_store_is_that_of_the_disk(opened: Opener, tmp_path: Path) -> None:
@@ -239,6 +265,7 @@ def test_older_folders_reach_the_store_and_the_reported_step_stays(
     third.wait(LONG_S)
     assert stored_steps(third) == [1, 2]
     assert third.status().stored_step == 2
+    assert [step for step, _ in reported_uploads(third)] == [2, 1]
 
 
 def test_a_run_that_went_back_resumes_from_its_own_disk(

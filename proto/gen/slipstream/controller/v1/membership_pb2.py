@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from slipstream.type.v1 import worker_pb2 as slipstream_dot_type_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)slipstream/controller/v1/membership.proto\x12\x18slipstream.controller.v1\x1a\x1fslipstream/type/v1/worker.proto\"\x7f\n\x15RegisterWorkerRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x0f\n\x07host_id\x18\x06 \x01(\t\"\x96\x01\n\x16RegisterWorkerResponse\x12\x11\n\tspec_json\x18\x01 \x01(\t\x12\x13\n\x0bspec_digest\x18\x02 \x01(\t\x12\x1d\n\x15transferqueue_address\x18\x03 \x01(\t\x12\x1c\n\x14heartbeat_interval_s\x18\x04 \x01(\x01\x12\x17\n\x0frun_create_time\x18\x05 \x01(\x01\"\xfd\x02\n\x10HeartbeatRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12.\n\x05state\x18\x04 \x01(\x0e\x32\x1f.slipstream.type.v1.WorkerState\x12\x10\n\x08\x61\x63tivity\x18\x05 \x01(\t\x12\x16\n\x0eweight_version\x18\x06 \x01(\x03\x12\x46\n\x06gauges\x18\x07 \x03(\x0b\x32\x36.slipstream.controller.v1.HeartbeatRequest.GaugesEntry\x12\x13\n\x0bspec_digest\x18\x08 \x01(\t\x12\x14\n\x0c\x66\x61ilure_code\x18\t \x01(\t\x12\x35\n\x06\x65vents\x18\n \x03(\x0b\x32%.slipstream.controller.v1.WorkerEvent\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"<\n\x0bWorkerEvent\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xf3\x01\n\x11HeartbeatResponse\x12@\n\x05order\x18\x01 \x01(\x0e\x32\x31.slipstream.controller.v1.HeartbeatResponse.Order\x12\x1c\n\x14heartbeat_interval_s\x18\x02 \x01(\x01\x12\x11\n\tspec_json\x18\x03 \x01(\t\x12\x13\n\x0bspec_digest\x18\x04 \x01(\t\"V\n\x05Order\x12\x15\n\x11ORDER_UNSPECIFIED\x10\x00\x12\x12\n\x0eORDER_CONTINUE\x10\x01\x12\x12\n\x0eORDER_REGISTER\x10\x02\x12\x0e\n\nORDER_STOP\x10\x03\"r\n\x13ReportGroupsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x38\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32&.slipstream.controller.v1.GroupFailure\"\x94\x01\n\x0cGroupFailure\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x11\n\tretryable\x18\x05 \x01(\x08\x12\x18\n\x10unfinished_count\x18\x06 \x01(\x05\x12\x13\n\x0btoken_count\x18\x07 \x01(\x03\"\x16\n\x14ReportGroupsResponse\"<\n\x0fSetValueRequest\x12\r\n\x05scope\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\x0c\"\x12\n\x10SetValueResponse\"E\n\x0fGetValueRequest\x12\r\n\x05scope\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x16\n\x0ewait_timeout_s\x18\x03 \x01(\x01\"!\n\x10GetValueResponse\x12\r\n\x05value\x18\x01 \x01(\x0c\"=\n\x0f\x41\x64\x64ValueRequest\x12\r\n\x05scope\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0e\n\x06\x61mount\x18\x03 \x01(\x03\"!\n\x10\x41\x64\x64ValueResponse\x12\r\n\x05value\x18\x01 \x01(\x03\x32\xdd\x02\n\x11MembershipService\x12s\n\x0eRegisterWorker\x12/.slipstream.controller.v1.RegisterWorkerRequest\x1a\x30.slipstream.controller.v1.RegisterWorkerResponse\x12\x64\n\tHeartbeat\x12*.slipstream.controller.v1.HeartbeatRequest\x1a+.slipstream.controller.v1.HeartbeatResponse\x12m\n\x0cReportGroups\x12-.slipstream.controller.v1.ReportGroupsRequest\x1a..slipstream.controller.v1.ReportGroupsResponse2\xbc\x02\n\x11RendezvousService\x12\x61\n\x08SetValue\x12).slipstream.controller.v1.SetValueRequest\x1a*.slipstream.controller.v1.SetValueResponse\x12\x61\n\x08GetValue\x12).slipstream.controller.v1.GetValueRequest\x1a*.slipstream.controller.v1.GetValueResponse\x12\x61\n\x08\x41\x64\x64Value\x12).slipstream.controller.v1.AddValueRequest\x1a*.slipstream.controller.v1.AddValueResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)slipstream/controller/v1/membership.proto\x12\x18slipstream.controller.v1\x1a\x1fslipstream/type/v1/worker.proto\"\x7f\n\x15RegisterWorkerRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x0f\n\x07host_id\x18\x06 \x01(\t\"\x96\x01\n\x16RegisterWorkerResponse\x12\x11\n\tspec_json\x18\x01 \x01(\t\x12\x13\n\x0bspec_digest\x18\x02 \x01(\t\x12\x1d\n\x15transferqueue_address\x18\x03 \x01(\t\x12\x1c\n\x14heartbeat_interval_s\x18\x04 \x01(\x01\x12\x17\n\x0frun_create_time\x18\x05 \x01(\x01\"\xfd\x02\n\x10HeartbeatRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12.\n\x05state\x18\x04 \x01(\x0e\x32\x1f.slipstream.type.v1.WorkerState\x12\x10\n\x08\x61\x63tivity\x18\x05 \x01(\t\x12\x16\n\x0eweight_version\x18\x06 \x01(\x03\x12\x46\n\x06gauges\x18\x07 \x03(\x0b\x32\x36.slipstream.controller.v1.HeartbeatRequest.GaugesEntry\x12\x13\n\x0bspec_digest\x18\x08 \x01(\t\x12\x14\n\x0c\x66\x61ilure_code\x18\t \x01(\t\x12\x35\n\x06\x65vents\x18\n \x03(\x0b\x32%.slipstream.controller.v1.WorkerEvent\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"W\n\x0bWorkerEvent\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x0b\n\x03key\x18\x05 \x01(\t\"\xf3\x01\n\x11HeartbeatResponse\x12@\n\x05order\x18\x01 \x01(\x0e\x32\x31.slipstream.controller.v1.HeartbeatResponse.Order\x12\x1c\n\x14heartbeat_interval_s\x18\x02 \x01(\x01\x12\x11\n\tspec_json\x18\x03 \x01(\t\x12\x13\n\x0bspec_digest\x18\x04 \x01(\t\"V\n\x05Order\x12\x15\n\x11ORDER_UNSPECIFIED\x10\x00\x12\x12\n\x0eORDER_CONTINUE\x10\x01\x12\x12\n\x0eORDER_REGISTER\x10\x02\x12\x0e\n\nORDER_STOP\x10\x03\"r\n\x13ReportGroupsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x38\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32&.slipstream.controller.v1.GroupFailure\"\x94\x01\n\x0cGroupFailure\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x11\n\tretryable\x18\x05 \x01(\x08\x12\x18\n\x10unfinished_count\x18\x06 \x01(\x05\x12\x13\n\x0btoken_count\x18\x07 \x01(\x03\"\x16\n\x14ReportGroupsResponse\"<\n\x0fSetValueRequest\x12\r\n\x05scope\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\x0c\"\x12\n\x10SetValueResponse\"E\n\x0fGetValueRequest\x12\r\n\x05scope\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x16\n\x0ewait_timeout_s\x18\x03 \x01(\x01\"!\n\x10GetValueResponse\x12\r\n\x05value\x18\x01 \x01(\x0c\"=\n\x0f\x41\x64\x64ValueRequest\x12\r\n\x05scope\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0e\n\x06\x61mount\x18\x03 \x01(\x03\"!\n\x10\x41\x64\x64ValueResponse\x12\r\n\x05value\x18\x01 \x01(\x03\x32\xdd\x02\n\x11MembershipService\x12s\n\x0eRegisterWorker\x12/.slipstream.controller.v1.RegisterWorkerRequest\x1a\x30.slipstream.controller.v1.RegisterWorkerResponse\x12\x64\n\tHeartbeat\x12*.slipstream.controller.v1.HeartbeatRequest\x1a+.slipstream.controller.v1.HeartbeatResponse\x12m\n\x0cReportGroups\x12-.slipstream.controller.v1.ReportGroupsRequest\x1a..slipstream.controller.v1.ReportGroupsResponse2\xbc\x02\n\x11RendezvousService\x12\x61\n\x08SetValue\x12).slipstream.controller.v1.SetValueRequest\x1a*.slipstream.controller.v1.SetValueResponse\x12\x61\n\x08GetValue\x12).slipstream.controller.v1.GetValueRequest\x1a*.slipstream.controller.v1.GetValueResponse\x12\x61\n\x08\x41\x64\x64Value\x12).slipstream.controller.v1.AddValueRequest\x1a*.slipstream.controller.v1.AddValueResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,31 +43,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HEARTBEATREQUEST_GAUGESENTRY']._serialized_start=723
   _globals['_HEARTBEATREQUEST_GAUGESENTRY']._serialized_end=768
   _globals['_WORKEREVENT']._serialized_start=770
-  _globals['_WORKEREVENT']._serialized_end=830
-  _globals['_HEARTBEATRESPONSE']._serialized_start=833
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1076
-  _globals['_HEARTBEATRESPONSE_ORDER']._serialized_start=990
-  _globals['_HEARTBEATRESPONSE_ORDER']._serialized_end=1076
-  _globals['_REPORTGROUPSREQUEST']._serialized_start=1078
-  _globals['_REPORTGROUPSREQUEST']._serialized_end=1192
-  _globals['_GROUPFAILURE']._serialized_start=1195
-  _globals['_GROUPFAILURE']._serialized_end=1343
-  _globals['_REPORTGROUPSRESPONSE']._serialized_start=1345
-  _globals['_REPORTGROUPSRESPONSE']._serialized_end=1367
-  _globals['_SETVALUEREQUEST']._serialized_start=1369
-  _globals['_SETVALUEREQUEST']._serialized_end=1429
-  _globals['_SETVALUERESPONSE']._serialized_start=1431
-  _globals['_SETVALUERESPONSE']._serialized_end=1449
-  _globals['_GETVALUEREQUEST']._serialized_start=1451
-  _globals['_GETVALUEREQUEST']._serialized_end=1520
-  _globals['_GETVALUERESPONSE']._serialized_start=1522
-  _globals['_GETVALUERESPONSE']._serialized_end=1555
-  _globals['_ADDVALUEREQUEST']._serialized_start=1557
-  _globals['_ADDVALUEREQUEST']._serialized_end=1618
-  _globals['_ADDVALUERESPONSE']._serialized_start=1620
-  _globals['_ADDVALUERESPONSE']._serialized_end=1653
-  _globals['_MEMBERSHIPSERVICE']._serialized_start=1656
-  _globals['_MEMBERSHIPSERVICE']._serialized_end=2005
-  _globals['_RENDEZVOUSSERVICE']._serialized_start=2008
-  _globals['_RENDEZVOUSSERVICE']._serialized_end=2324
+  _globals['_WORKEREVENT']._serialized_end=857
+  _globals['_HEARTBEATRESPONSE']._serialized_start=860
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1103
+  _globals['_HEARTBEATRESPONSE_ORDER']._serialized_start=1017
+  _globals['_HEARTBEATRESPONSE_ORDER']._serialized_end=1103
+  _globals['_REPORTGROUPSREQUEST']._serialized_start=1105
+  _globals['_REPORTGROUPSREQUEST']._serialized_end=1219
+  _globals['_GROUPFAILURE']._serialized_start=1222
+  _globals['_GROUPFAILURE']._serialized_end=1370
+  _globals['_REPORTGROUPSRESPONSE']._serialized_start=1372
+  _globals['_REPORTGROUPSRESPONSE']._serialized_end=1394
+  _globals['_SETVALUEREQUEST']._serialized_start=1396
+  _globals['_SETVALUEREQUEST']._serialized_end=1456
+  _globals['_SETVALUERESPONSE']._serialized_start=1458
+  _globals['_SETVALUERESPONSE']._serialized_end=1476
+  _globals['_GETVALUEREQUEST']._serialized_start=1478
+  _globals['_GETVALUEREQUEST']._serialized_end=1547
+  _globals['_GETVALUERESPONSE']._serialized_start=1549
+  _globals['_GETVALUERESPONSE']._serialized_end=1582
+  _globals['_ADDVALUEREQUEST']._serialized_start=1584
+  _globals['_ADDVALUEREQUEST']._serialized_end=1645
+  _globals['_ADDVALUERESPONSE']._serialized_start=1647
+  _globals['_ADDVALUERESPONSE']._serialized_end=1680
+  _globals['_MEMBERSHIPSERVICE']._serialized_start=1683
+  _globals['_MEMBERSHIPSERVICE']._serialized_end=2032
+  _globals['_RENDEZVOUSSERVICE']._serialized_start=2035
+  _globals['_RENDEZVOUSSERVICE']._serialized_end=2351
 # @@protoc_insertion_point(module_scope)

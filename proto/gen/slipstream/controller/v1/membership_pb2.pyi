@@ -191,22 +191,32 @@ class WorkerEvent(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     TYPE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Number among the events of its process, from 1: one that arrives again is ignored."""
     type: _builtins.str
     """Type, such as "EngineServerLost"."""
     message: _builtins.str
     """Explanation for people."""
+    step: _builtins.int
+    """Training step that it is about; 0 for none."""
+    key: _builtins.str
+    """Identity of what happened, such as the name of an upload: the run records it once, whichever
+    process reports it. Empty for what may happen again.
+    """
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         type: _builtins.str = ...,
         message: _builtins.str = ...,
+        step: _builtins.int = ...,
+        key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "number", b"number", "type", b"type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "message", b"message", "number", b"number", "step", b"step", "type", b"type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

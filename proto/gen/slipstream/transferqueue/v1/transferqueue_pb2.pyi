@@ -802,16 +802,20 @@ class GetSampleUploadRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Id of the run."""
+    wait_s: _builtins.float
+    """Seconds to wait, before the answer, until the store has all samples of a run that has ended."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -825,19 +829,23 @@ class GetSampleUploadResponse(_message.Message):
 
     FAILING_S_FIELD_NUMBER: _builtins.int
     CAUSE_FIELD_NUMBER: _builtins.int
+    IS_PENDING_FIELD_NUMBER: _builtins.int
     failing_s: _builtins.float
     """Seconds since uploads fail; 0 if they work, or the run has none."""
     cause: _builtins.str
     """First cause of the failure; empty if uploads work."""
+    is_pending: _builtins.bool
+    """True if the store lacks samples of a run that has ended."""
     def __init__(
         self,
         *,
         failing_s: _builtins.float = ...,
         cause: _builtins.str = ...,
+        is_pending: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "failing_s", b"failing_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "failing_s", b"failing_s", "is_pending", b"is_pending"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

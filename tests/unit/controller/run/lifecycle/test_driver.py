@@ -10,7 +10,7 @@ from services.controller.launch.launcher import ExternalLauncher, WorkerExit
 from services.controller.store.records import EventFilter, Submission
 from services.controller.store.rows import Request, read_requests, write_request
 from tests.helpers.rest import open_manager
-from tests.unit.controller.workers import MemoryQueue, Workers, specification
+from tests.unit.controller.workers import MemoryQueue, Workers, rollout_of, specification
 
 
 @pytest.fixture
@@ -206,3 +206,29 @@ async def test_epochs_that_end_within_the_warmup_of_the_critic_fail_the_run(data
     assert (run.state, run.step) == ("FAILED", 0)
     assert "critic.warmup_steps (32)" in run.message
     assert "data.epochs (32)" in run.message
+
+
+async def test_what_workers_report_with_a_key_is_recorded_once_whoever_reports_it(
+    database, workers
+):
+    workers.may_train.clear()
+    workers.held_from = 2
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        worker = rollout_of(run_id, 0)
+        for step, key in ((2, "upload_a"), (2, "upload_a"), (2, "upload_b"), (0, ""), (0, "")):
+            await manager.drivers.worker_reported(
+                worker, "CheckpointUploaded", "stored", step=step, key=key
+            )
+        only = EventFilter(types=("CheckpointUploaded",))
+        uploads = await manager.feed.page(run_id, after_seq=0, only=only)
+        workers.may_train.set()
+        await manager.drivers.wait()
+    upload = {"worker": worker.worker_id, "step": 2}
+    assert [event.data for event in uploads] == [
+        upload | {"key": "upload_a"},
+        upload | {"key": "upload_b"},
+        {"worker": worker.worker_id},
+        {"worker": worker.worker_id},
+    ]
