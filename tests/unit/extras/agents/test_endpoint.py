@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from services.common.http.limits import MAX_UNAUTHENTICATED
 from services.extras.agents.endpoint import Endpoint
 from services.extras.agents.record import Choice
-from services.extras.agents.requests import Message
+from services.extras.agents.requests import ChatRequest, CompletionRequest, Message
 from services.extras.agents.streaming import VisibleText
 from services.rollout.engines.base import GenerationRequest, GenerationResult, check_request
 from services.rollout.workflows.base import Interrupted
@@ -398,6 +399,45 @@ async def test_a_request_that_cannot_fit_into_the_context_is_refused_before_it_i
             assert "context_length_exceeded" in response.text
     assert episode.is_full
     assert not engine.requests
+
+
+_CALLS = json.dumps([[]] * 200_000)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"messages": [{"role": "user", "content": ""}] * 20_000},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": '\\"'}] * 20_000}]},
+        {"messages": [user("x")], "tools": [{"a": {}}] * 20_000},
+        {"messages": [user("x")], "stop": ["a"] * 60_000},
+        {"messages": [user("x")], "stop_token_ids": [1] * 60_000},
+        {"messages": [user("x")]} | {f"x{index}": None for index in range(60_000)},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": _CALLS}}]}]},
+    ],
+)
+async def test_a_request_of_more_values_than_a_context_holds_is_refused_before_it_is_parsed(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (ChatRequest, CompletionRequest):
+        monkeypatch.setattr(kind, "model_validate_json", None)
+    episode = make_episode(Scripted(["ok"]))
+    async with client_of(episode) as client:
+        for path in ("/chat/completions", "/completions", "/messages", "/responses"):
+            response = await client.post(path, json={"model": "policy"} | changes)
+            assert response.status_code == 400
+            assert "JSON objects" in response.text
+    assert episode.is_full
+
+
+async def test_brackets_and_commas_of_a_text_are_no_values() -> None:
+    text = '[{"a\\": "b, c"}]' * 20_000
+    async with client_of(make_episode(Scripted(["ok"]))) as client:
+        response = await client.post(
+            "/chat/completions", json={"model": "policy", "messages": [user(text)]}
+        )
+    assert "JSON objects" not in response.text
+    assert "leaves no room" in response.text
 
 
 @pytest.mark.parametrize("num_characters", [10, 200_000])
