@@ -99,6 +99,7 @@ class Workers:
         self.may_save = asyncio.Event()
         self.may_save.set()
         self.may_generate = self.may_answer = True
+        self.evaluates = asyncio.Event()
         self.left_out = {}
         self.scored, self.publishing_turns = [], 0
 
@@ -267,6 +268,8 @@ class Rollout:
     async def start(self, by_worker):
         for groups in by_worker.values():
             is_heldout = groups and groups[0].split == "heldout"
+            if is_heldout:
+                self._workers.evaluates.set()
             may_work = self._workers.may_answer if is_heldout else self._workers.may_generate
             if groups and may_work:
                 self._workers.queue.put(groups, self._workers.version)

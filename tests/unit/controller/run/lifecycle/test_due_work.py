@@ -105,8 +105,7 @@ async def test_an_interrupted_evaluation_is_repeated_or_reported_as_missed(datab
     async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
         spec = specification(validation=validation)
         run_id = (await manager.create(Submission(spec=spec)))[0].run_id
-        while not await events_of(manager, run_id, "ValidationStarted"):  # noqa: ASYNC110 -- the test polls stored events
-            await asyncio.sleep(0.01)
+        await workers.evaluates.wait()
         await workers.trains.wait()
         # The rollouts are lost with the weights of step 2, and the trainer finishes step 3.
         workers.may_answer, workers.version, workers.trained = True, -1, 3
@@ -132,8 +131,7 @@ async def test_an_evaluation_whose_weights_a_rewind_lost_is_missed_and_due_again
     async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
         spec = specification(validation=validation)
         run_id = (await manager.create(Submission(spec=spec)))[0].run_id
-        while not await events_of(manager, run_id, "ValidationStarted"):  # noqa: ASYNC110 -- the test polls stored events
-            await asyncio.sleep(0.01)
+        await workers.evaluates.wait()
         await workers.trains.wait()
         # The trainer is lost with step 2; the rollout still serves version 2.
         workers.may_answer, workers.trained, workers.held_from = True, 1, 5
