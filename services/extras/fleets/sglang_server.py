@@ -47,8 +47,6 @@ _BEAT_S: Final = LEASE_S / 4
 _SILENCE_S: Final = LEASE_S - _BEAT_S
 """Seconds without a change of the counter after which another owner takes a server."""
 _PAUSE_TIMEOUT_S: Final = 30.0
-_HEALTH_TIMEOUT_S: Final = 30.0
-"""Longer than the time for which SGLang waits for its engine."""
 _UNAVAILABLE: Final = 503
 _FLUSH_POLL_S: Final = 0.05
 _CHUNK_BYTES: Final = 64 << 20
@@ -175,10 +173,10 @@ class SglangServer(FleetServer):
             )
         if label.version != str(self.version):
             self.withdraw()
-        await self._check_ready()
         if _now() - self._beat_at >= _BEAT_S:
             self._check_delay(started_at)
             await self._beat(label.version)
+        await self._check_ready()
 
     async def _check_ready(self) -> None:
         """Checks that the server, which is not paused, was not asked to end.
@@ -186,15 +184,18 @@ class SglangServer(FleetServer):
         After SIGTERM it accepts requests as before, and ends once it has none.
 
         Raises:
-            ServerAwayError: If it was, or if its engine does not answer.
+            ServerAwayError: If it was.
         """
         if (await self.send("GET", "/ready"))[0] != _UNAVAILABLE:
             return
-        # Its health check alone finds out whether an engine that did not answer once answers again.
-        if (await self.send("GET", "/health", timeout_s=_HEALTH_TIMEOUT_S))[0] == _UNAVAILABLE:
-            raise ServerAwayError(
-                f"{self.address} was asked to end (SIGTERM), or its engine does not answer"
-            )
+        try:
+            # Asked to end, it refuses at once. An engine that does not answer is refused after 20 s only, and
+            # has a deadline of its own; one that answers again is ready again by this question.
+            status, _, _ = await self.send("GET", "/health")
+        except ServerAwayError:
+            return
+        if status == _UNAVAILABLE:
+            raise ServerAwayError(f"{self.address} was asked to end (SIGTERM), or has not started")
 
     async def upload(self, weights: AnyWeights) -> None:
         """Does nothing: SGLang has no place for a second version, so that :meth:`load` sends it."""

@@ -48,6 +48,8 @@ class SglangEngine:
         self.script: list[int] = []
         """Next tokens; a token 15 ends a response, as the server's configuration says."""
         self.is_paused = self.is_updating = self.is_ending = False
+        self.is_slow = False
+        """True if the engine does not answer the health check in time."""
         self.num_pauses = 0
         self.ends: list[dict[str, Any]] = []
         """Reasons with which the next responses end before their first token."""
@@ -92,10 +94,13 @@ class SglangEngine:
         return JSONResponse(content)
 
     async def ready(self, request: Request) -> Response:
-        return Response(status_code=503 if self.is_paused or self.is_ending else 200)
+        is_ready = not (self.is_paused or self.is_ending or self.is_slow)
+        return Response(status_code=200 if is_ready else 503)
 
     async def health(self, request: Request) -> Response:
-        return Response(status_code=503 if self.is_ending else 200)
+        if self.is_slow:
+            await asyncio.sleep(1)  # longer than its client waits
+        return Response(status_code=503 if self.is_ending or self.is_slow else 200)
 
     async def server_info(self, request: Request) -> Response:
         return JSONResponse({**self.answers, "startup_time": {"total": self.started_at}})

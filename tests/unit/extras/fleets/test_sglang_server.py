@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from services.extras.external_engine.engine import EngineDiedError
+from services.extras.fleets import client as client_module
 from services.extras.fleets import fleet as fleet_module
 from services.extras.fleets import sglang_server as module
 from services.extras.fleets.client import ServerAwayError, ServerBusyError, ServerRefusedError
@@ -124,6 +125,20 @@ async def test_a_server_that_was_asked_to_end_gets_no_further_work() -> None:
     assert lost.startswith(f"EngineServerLost: {ending.address} gets no work")
     assert "was asked to end" in lost
     assert serves == f"EngineServerServes: {ending.address} serves version 2"
+
+
+async def test_a_server_whose_engine_is_slow_keeps_its_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(client_module.FleetServer.send.__kwdefaults__, "timeout_s", 0.2)
+    async with _serving() as (server,):
+        client = _client(server)
+        await client.attach()
+        server.sglang.is_slow = True
+        await client.check()
+        server.sglang.is_slow, server.sglang.is_ending = False, True
+        with pytest.raises(ServerAwayError, match="was asked to end"):
+            await client.check()
 
 
 async def test_an_owner_attaches_to_a_server_that_the_owner_before_left_paused() -> None:
