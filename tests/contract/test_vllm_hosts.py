@@ -1,16 +1,8 @@
-"""A vLLM server on the CPU whose engine spans two hosts, each with one of its two tensor-parallel ranks.
-
-The hosts are processes of this machine that share no memory: the second one has separate namespaces, in
-which the files of received weights do not exist, and each host has its own address.
-"""
+"""A vLLM server on the CPU whose engine spans two hosts, each with one of its two tensor-parallel ranks."""
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,71 +28,39 @@ from tests.contract.engines import (
 from tests.helpers.direct_weights import FleetSink
 from tests.helpers.engines import begun, made, running, until
 from tests.helpers.ports import free_port
+from tests.helpers.two_hosts import FURTHER_ADDRESS, OverTwoHosts, require_namespaces
 from tests.helpers.weight_members import Cluster
 
 pytest.importorskip("vllm", reason="vllm is not installed here")
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
-_ISOLATED = (
-    *("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child"),
-    *("--mount-proc", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"),
-)
-"""Runs a command that sees no process and no shared memory of the others."""
 _OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--max-num-batched-tokens", "512")
 _CACHE = ("--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8")
 
 
-class TwoHosts(LocalVllm):
+class TwoHosts(OverTwoHosts, LocalVllm):
     """A server whose second tensor-parallel rank is on another host."""
-
-    _further: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         group = (
             *("--tensor-parallel-size", "2", "--nnodes", "2"),
             *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
         )
-        options = self._options
-        self._options = (*options, *group, "--node-rank", "0")
-        super().start()
-        self._options = options
-        command = self.command(self._model, [*options, *group, "--node-rank", "1", "--headless"])
-        environment = {
-            **self.environment,
-            "VLLM_HOST_IP": "127.0.0.2",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
-        with self.log.with_suffix(".further.log").open("ab") as log:
-            self._further = subprocess.Popen(
-                [*_ISOLATED, *command],
-                env=environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self.start_ranks(
+            [*group, "--node-rank", "0"],
+            [*group, "--node-rank", "1", "--headless"],
+            {"VLLM_HOST_IP": FURTHER_ADDRESS},
+        )
 
     @property
     def environment(self) -> dict[str, str]:
         return {**super().environment, "VLLM_HOST_IP": "127.0.0.1"}
 
-    def kill(self) -> None:
-        super().kill()
-        self.kill_further_host()
-
-    def kill_further_host(self) -> None:
-        """Kills all processes of the second host."""
-        further, self._further = self._further, None
-        if further is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(further.pid, signal.SIGKILL)
-            further.wait()
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[TwoHosts]:
     """One server, which the tests of whole weights share because its start takes long."""
-    if subprocess.run([*_ISOLATED, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("this machine lets no user make namespaces, with which one host stands for two")
+    require_namespaces()
     with local_servers(TwoHosts, model_config(), 1, *_OPTIONS, *_CACHE) as (started,):
         assert isinstance(started, TwoHosts)
         yield started
