@@ -173,6 +173,23 @@ async def test_a_server_whose_further_host_died_is_lost_and_serves_again_after_i
         await _assert_serves(engine, 1)
 
 
+async def test_a_server_whose_further_host_freezes_is_lost_and_serves_again_by_itself(
+    server: TwoHosts,
+) -> None:
+    events: list[str] = []
+    changes = {"report": lambda kind, message: events.append(kind)}
+    async with _attached(server, **changes) as engine:
+        await adopt(engine, 0)
+        await _assert_serves(engine, 0)
+        with server.frozen_further_host():
+            await adopt(engine, 1)  # its bytes do not arrive in time
+            assert events == ["EngineServerLost"]
+            (task,) = begun(engine, [PROMPT[:9]], max_tokens=12)
+        result = await task
+        assert (result.version_runs, events[-1]) == (((1, 12),), "EngineServerServes")
+        await _assert_serves(engine, 1)
+
+
 async def test_adapters_reach_the_workers_of_both_hosts(server: TwoHosts, tmp_path: Path) -> None:
     server.kill()  # its memory and its processors are needed
     base = make_model(0)

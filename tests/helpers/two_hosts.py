@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
+import psutil
 import pytest
 
 from services.extras.fleets.local import LocalServer
@@ -62,6 +63,20 @@ class OverTwoHosts(LocalServer):
     def kill(self) -> None:
         super().kill()
         self.kill_further_host()
+
+    @contextmanager
+    def frozen_further_host(self) -> Iterator[None]:
+        """Stops all processes of the second host while the block runs."""
+        assert self._further is not None, "the server was not started"
+        first = psutil.Process(self._further.pid)
+        processes = [*first.children(recursive=True), first]
+        for process in processes:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in processes:
+                process.resume()
 
     def kill_further_host(self) -> None:
         """Kills all processes of the second host."""
