@@ -345,11 +345,19 @@ class FleetServer(ABC):
         """
         clock = asyncio.get_running_loop().time
         until = None if timeout_s is None else clock() + timeout_s
+        refusal: tuple[int, bytes] | None = None
         for wait_s in delays(*_RETRY_S):
             left_s = None if until is None else until - clock()
-            status, text, after_s = await self.send(
-                method, path, body, headers=headers, timeout_s=left_s
-            )
+            try:
+                status, text, after_s = await self.send(
+                    method, path, body, headers=headers, timeout_s=left_s
+                )
+            except ServerAwayError as error:
+                # The last try may have a moment only, which says nothing about the server.
+                if refusal is not None and isinstance(error.__cause__, TimeoutError):
+                    return self._answer(*refusal)
+                raise
+            refusal = (status, text)
             wait_s = max(wait_s, after_s)
             # Parts of a body are sent once.
             is_last = until is None or clock() + wait_s >= until

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,12 +13,14 @@ from starlette.responses import Response
 from services.extras.fleets import fleet as fleet_module
 from services.extras.fleets import stream as stream_module
 from services.extras.fleets import vllm_server as vllm_server_module
+from services.extras.fleets.client import ServerAwayError, ServerDeferringError
 from services.extras.fleets.engine import FleetEngine
 from services.extras.fleets.vllm_server import build
 from services.rollout.engines.base import EngineDiedError, GenerationResult
 from tests.helpers.engines import request, running, until
 from tests.unit.extras.fleets.servers import (
     FakeServer,
+    attached,
     attached_engine,
     engine_config,
     serving,
@@ -216,20 +218,42 @@ async def test_a_silent_server_that_refuses_further_work_keeps_its_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fleet_module, "_SILENCE_S", 0.1)
-    monkeypatch.setattr(vllm_server_module, "SCORE_TIMEOUT_S", 0.2)
     events: list[str] = []
+    num_probes = 0
+
+    async def defer(token_ids: Sequence[int]) -> tuple[float, ...]:
+        nonlocal num_probes
+        num_probes += 1
+        raise ServerDeferringError("it answered 503")
+
     async with serving(1) as (server,), attached_engine([server], events) as engine:
         await _adopt(engine, 1, 0.5)
+        (fleet_server,) = engine.backend.fleet.serving
+        monkeypatch.setattr(fleet_server, "score", defer)
         task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=3)))
-        await until(lambda: engine.backend.fleet.serving[0].num_running == 1)
-        await until(lambda: len(server.engine.requests) == 1)
-        server.engine.refusals = [Response(status_code=503) for _ in range(MANY)]
-        await until(lambda: len(server.engine.refusals) < MANY - 5, poll_s=0.005)
-        server.engine.refusals.clear()
+        await until(lambda: num_probes == 3, poll_s=0.005)
+        assert fleet_server.num_running == 1
         _allow([server], MANY)
         assert (await task).token_ids == (7,) * 3
         assert server.engine.num_sampled == 3
     assert events == []
+
+
+async def test_a_server_that_refuses_work_until_a_try_has_no_time_left_defers() -> None:
+    async with serving(1) as (server,), attached(server) as client:
+        answers = iter([(503, b"full", 0.0)])
+
+        async def send(*args: Any, **options: Any) -> tuple[int, bytes, float]:
+            for answer in answers:
+                return answer
+            raise ServerAwayError("no answer in time") from TimeoutError()
+
+        client.send = send  # type: ignore[method-assign]
+        with pytest.raises(ServerDeferringError, match="503"):
+            await client.ask("GET", "/path")
+        with pytest.raises(ServerAwayError, match="no answer in time"):
+            await client.ask("GET", "/path")
+        del client.send
 
 
 async def test_a_server_that_refuses_work_and_sends_no_token_for_too_long_is_lost(
