@@ -47,9 +47,10 @@ def hosts_in(text: str) -> set[str]:
     text = unicodedata.normalize("NFKC", text).replace("\N{IDEOGRAPHIC FULL STOP}", ".")
     # Readers of URLs drop tabs and line breaks, and some take a backslash for a slash.
     forms = f"{text} {joined}" if " " not in (joined := re.sub(r"[\t\r\n]", "", text)) else text
+    forms = f"{forms} {forms.replace(chr(92), '/')}"
     hosts = {
         _host_of(match[0])
-        for match in _URL.finditer(f"{forms} {forms.replace(chr(92), '/')}")
+        for match in _URL.finditer(forms if "://" in forms else "")
         if match[0].partition(":")[0].lower() not in ("file", "data")
     }
     stripped = text.strip().rstrip(".")
