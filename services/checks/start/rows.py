@@ -44,6 +44,8 @@ _DERIVATION = re.compile(r"####|\\boxed\s*\{|[.!?]\s+\S+(?:\s+\S+){5}", re.DOTAL
 _SEEN = {"response": "response", "group": "responses", "pairs": "first, second"}
 """Arguments of a reward besides prompt, answer and row."""
 _PROCESSES = 2
+_CALL_S = 1.0
+"""Seconds after which a call lets the next one begin, in another process."""
 _EXAMPLES = 4
 
 
@@ -244,11 +246,7 @@ async def _try_reward(
         return
     if reward.sees != "response":
         comparison = Comparison([reward], pool)
-
-        async def compare(item: RewardInput) -> None:
-            await comparison.score([item, item])
-
-        comparisons = [partial(compare, item) for item in inputs]
+        comparisons = [partial(comparison.score, [item, item]) for item in inputs]
         await _judge(
             trial, comparisons, key=key, name=reward.name, argument_names=_SEEN[reward.sees]
         )
@@ -401,7 +399,7 @@ async def _is_loaded(trial: RowTrialResult, pool: CallPool, reference: str, *, k
 
 async def _judge(
     trial: RowTrialResult,
-    calls: Sequence[Callable[[], Awaitable[None]]],
+    calls: Sequence[Callable[[], Awaitable[object]]],
     *,
     key: str,
     name: str,
@@ -414,7 +412,7 @@ async def _judge(
     """
     failed, num_succeeded = list[str](), 0
 
-    async def make(call: Callable[[], Awaitable[None]]) -> None:
+    async def make(call: Callable[[], Awaitable[object]]) -> None:
         nonlocal num_succeeded
         try:
             await call()
@@ -428,7 +426,8 @@ async def _judge(
             # Not gather, which does not wait for the calls that it cancels.
             async with TaskGroup() as tasks:
                 for call in calls:
-                    tasks.create_task(make(call))
+                    # Starting another process takes longer than most functions.
+                    await asyncio.wait([tasks.create_task(make(call))], timeout=_CALL_S)
     except TimeoutError:
         if not failed and not num_succeeded:
             trial.notes.append(
