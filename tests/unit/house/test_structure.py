@@ -29,6 +29,11 @@ _SOURCES = {path: path.read_text() for path in _SERVICES.rglob("*.py")}
 _CORE = {path: text for path, text in _SOURCES.items() if _SERVICES / "extras" not in path.parents}
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(_SOURCES[path])
+
+
 def test_the_core_keeps_its_size():
     lines = sum(text.count("\n") for text in _CORE.values())
     modules = sum(path.name != "__init__.py" for path in _CORE)
@@ -39,8 +44,8 @@ def test_the_core_keeps_its_size():
 def test_every_function_fits_a_screen():
     long = {
         f"{path.relative_to(REPOSITORY)}:{node.lineno} {node.name}": length
-        for path, text in _SOURCES.items()
-        for node in ast.walk(ast.parse(text))
+        for path in _SOURCES
+        for node in ast.walk(_tree(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if (length := (node.end_lineno or 0) - node.lineno + 1) > _MAX_FUNCTION_LINES
     }
@@ -57,7 +62,7 @@ _MODULES = {_name(path): path for path in _SOURCES}
 @cache
 def _imports(module: str) -> frozenset[str]:
     """Returns the modules of ``services`` that a module imports as it is imported."""
-    statements, names = list(ast.parse(_SOURCES[_MODULES[module]]).body), set[str]()
+    statements, names = list(_tree(_MODULES[module]).body), set[str]()
     while statements:
         statement = statements.pop()
         if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
