@@ -27,7 +27,7 @@ OTHERS := unit cluster gpu nodes
 ALL_MARKS := -o addopts='--import-mode=importlib --strict-markers -ra -p no:schemathesis'
 PROTOS := $(shell find proto/slipstream -name '*.proto')
 
-.PHONY: help setup s3-server constraints run unit test test-system test-api test-nightly test-faults test-slurm check lint types imports dist proto proto-check docs docs-check site format clean
+.PHONY: help setup s3-server constraints run unit test test-system test-api test-nightly test-faults test-slurm check static lint types imports dist proto proto-check docs docs-check site format clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -84,8 +84,11 @@ test-api: $(READY) ## Fuzz the REST API of a live server as two tenants
 	SLIPSTREAM_API_EXAMPLES=50 $(BIN)/python -m pytest tests/api
 
 check: $(READY) ## Check style, types, imports, stubs and docs, and run the unit tests
+	$(MAKE) --jobs 2 static unit
+
+# Beside the unit tests, whose collection uses one core.
+static: $(READY) ## Check style, types, imports, stubs and docs
 	$(MAKE) --jobs 2 --output-sync=target lint types imports proto-check docs-check
-	$(MAKE) unit
 
 lint: $(READY) ## Check style
 	$(BIN)/ruff format --check .
