@@ -13,13 +13,16 @@ CRITIC = ("algorithm.advantage=gae", "algorithm.max_staleness=0", "trainer.updat
 MINI_BATCHES = ("trainer.updates_per_step=2", "algorithm.max_staleness=0")
 
 
-def topology(group: str, processes: int = 1) -> tuple[str, ...]:
-    """Returns settings that give a task its own processes, besides one trainer and two rollouts.
+def topology(group: str, processes: int = 1, *, trainer: int = 1) -> tuple[str, ...]:
+    """Returns settings that give a task its own processes, besides a trainer and two rollouts.
 
     Several processes are one worker, which shards its model over them.
+
+    Args:
+        trainer: Processes of the trainer.
     """
-    total = processes + 3
-    ratios = ", ".join(str(count / total) for count in (1, processes, 2))
+    total = processes + trainer + 2
+    ratios = ", ".join(str(count / total) for count in (trainer, processes, 2))
     return (
         f"topology.task_groups=[train, {group}, generate]",
         f"topology.ratios=[{ratios}]",
@@ -38,6 +41,19 @@ ROLES = [
     pytest.param("logp", 2, SHARDED, marks=pytest.mark.nightly),
     pytest.param("ref_logp", 1, KL, marks=pytest.mark.nightly),
 ]
+STAGES = ("trainer.engine=stages", "trainer.pipeline_parallel=2")
+TENSOR_2 = ("topology.scoring.tensor_parallel=2",)
+OTHER_LAYOUTS = [
+    pytest.param("critic", CRITIC, ("critic.tensor_parallel=2",), 1, marks=pytest.mark.nightly),
+    pytest.param("critic", CRITIC, ("critic.cpu_offload=true",), 1, marks=pytest.mark.nightly),
+    pytest.param(
+        "critic", CRITIC, (*STAGES, "critic.pipeline_parallel=2"), 2, marks=pytest.mark.nightly
+    ),
+    pytest.param("critic", CRITIC, STAGES, 2, marks=pytest.mark.nightly),
+    pytest.param("ref_logp", KL, (*STAGES, *TENSOR_2), 2, marks=pytest.mark.nightly),
+    pytest.param("logp", SHARDED, (*STAGES, *TENSOR_2), 2),
+]
+"""Task, its run, its layout on two processes, and the processes of the trainer."""
 KILLED_ROLES = [
     pytest.param("logp", 2, SHARDED),
     pytest.param("critic", 2, CRITIC, marks=pytest.mark.nightly),
@@ -59,6 +75,16 @@ def test_a_separate_role_changes_no_number(plumbing, system, group, processes, s
     apart = system.train(plumbing, *settings, *role_settings, "trainer.steps=4")
     assert trained(apart) == [pytest.approx(step, abs=1e-5, rel=1e-4) for step in alone]
     assert (apart.folder / "logs" / f"{group.replace('_', '-')}-0.log").exists()
+
+
+@pytest.mark.parametrize(("group", "settings", "layout", "ranks"), OTHER_LAYOUTS)
+def test_a_role_with_another_layout_than_the_trainer_changes_no_number(
+    plumbing, system, group, settings, layout, ranks
+):
+    alone = trained(system.train(plumbing, *settings, "trainer.steps=4"))
+    role_settings = topology(group, 2, trainer=ranks)
+    apart = system.train(plumbing, *settings, *role_settings, *layout, "trainer.steps=4")
+    assert trained(apart) == [pytest.approx(step, abs=1e-5, rel=1e-4) for step in alone]
 
 
 @pytest.mark.parametrize(("group", "processes", "settings"), KILLED_ROLES)

@@ -197,6 +197,9 @@ def test_two_processes_score_what_one_does(
         ("ref_logp", "tiny:qwen3_moe-0.7m", 4, {"tensor_parallel": 2, "expert_parallel": 2}),
         ("logp", "tiny:qwen3_moe-0.7m", 2, {"expert_parallel": 2}),
         ("logp", "tiny:qwen2-0.4m", 2, {"tensor_parallel": 2}),
+        ("logp", "tiny:qwen2-0.4m", 4, {"tensor_parallel": 2}),
+        ("logp", "tiny:qwen3_moe-0.7m", 4, {"tensor_parallel": 2, "expert_parallel": 2}),
+        ("logp", "tiny:qwen2-0.4m", 2, {"cpu_offload": True}),
         ("ref_logp", "tiny:qwen2-0.4m", 2, {"cpu_offload": True}),
     ],
 )

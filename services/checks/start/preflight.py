@@ -589,16 +589,16 @@ def _model(spec: RunSpec) -> Iterator[str]:
 
 
 def _scored_model(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the reasons why workers that only score cannot divide the model."""
-    scoring = spec.topology.scoring
-    checked_parts = {
-        name: size
-        for name in ("tensor_parallel", "expert_parallel")
-        if (size := getattr(scoring, name)) > 1
-    }
-    if checked_parts and not check_trainer(config):
-        for problem in check_trainer(config, **checked_parts):
-            yield problem.replace("trainer.", "topology.scoring.")
+    """Yields the reasons why workers that only score, or a critic, cannot divide the model."""
+    for key, layout in (("topology.scoring", spec.topology.scoring), ("critic", spec.critic)):
+        degrees = {
+            name: size
+            for name in ("tensor_parallel", "expert_parallel")
+            if (size := getattr(layout, name)) > 1
+        }
+        if degrees and not check_trainer(config):
+            for problem in check_trainer(config, **degrees):
+                yield problem.replace("trainer.", f"{key}.")
 
 
 def _engine_model(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:

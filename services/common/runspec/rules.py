@@ -1410,9 +1410,10 @@ def _score_centering(spec: RunSpec) -> Iterator[str]:
 
 def _without_effect(spec: RunSpec) -> Iterator[str]:
     """Yields keys that have no effect, because another key disables what they configure."""
-    algorithm, rollout = spec.algorithm, spec.rollout
+    algorithm, rollout, topology = spec.algorithm, spec.rollout, spec.topology
     is_shown = algorithm.num_demonstrations > 0
     taught = spec.teacher or TeacherSpec()
+    is_apart = any("critic" in group and "train" not in group for group in topology.task_groups)
     for key, is_used, condition in (
         ("data.demonstration", is_shown, "algorithm.loss 'sft', 'dpo' or 'reward_model'"),
         (
@@ -1437,6 +1438,10 @@ def _without_effect(spec: RunSpec) -> Iterator[str]:
             "algorithm.value_clip",
             algorithm.advantage_kind.needs_critic or is_shown,
             "algorithm.advantage 'gae'",
+        ),
+        *(
+            (f"critic.{key}", is_apart, "a group of critic in topology.task_groups")
+            for key in CriticSpec.LAYOUT
         ),
         (
             "algorithm.entropy_step",
@@ -1642,7 +1647,7 @@ def _quantized_base(spec: RunSpec, base_dtype: str) -> Iterator[str]:
         )
 
 
-def _optimizer(spec: RunSpec) -> Iterator[str]:
+def optimizer(spec: RunSpec) -> Iterator[str]:
     trainer, name = spec.trainer, spec.trainer.optimizer.kind
     takes_parts, takes_host = OPTIMIZERS[name].takes_parts, name in HOST_OPTIMIZERS
     for key, value, required_value, is_free in (
@@ -1703,7 +1708,7 @@ _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (
     demonstrations,
     reward_model,
     parallelism,
-    _optimizer,
+    optimizer,
     train_engine,
     quota,
     weight_sync,

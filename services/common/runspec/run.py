@@ -462,6 +462,21 @@ class RunSpec(SpecPart):
         return self.model_copy(update={"model": self.teacher})
 
     @property
+    def of_critic(self) -> "RunSpec":
+        """The run with the layout of a critic that has its own GPUs as the trainer's."""
+        trainer, critic = self.trainer, self.critic
+        changes: dict[str, Any] = {
+            "world_size": self.topology.own_gpus("critic"),
+            "context_parallel": 1,
+            **{key: getattr(critic, key) for key in CriticSpec.LAYOUT},
+        }
+        if critic.cpu_offload is None:
+            changes["cpu_offload"] = trainer.cpu_offload
+        if trainer.pipeline_parallel > critic.pipeline_parallel == 1:
+            changes["engine"] = "fsdp"
+        return self.model_copy(update={"trainer": trainer.model_copy(update=changes)})
+
+    @property
     def shares_prefixes(self) -> bool:
         """True if tokens that samples share are computed once.
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -116,11 +116,21 @@ class LoraSpec(SpecPart):
 class CriticSpec(SpecPart):
     """Training of GAE's critic; other settings are those of the policy."""
 
+    LAYOUT: ClassVar = ("tensor_parallel", "expert_parallel", "pipeline_parallel", "cpu_offload")
+    """Keys of the trainer that a critic with its own GPUs has, too."""
     learning_rate: float | None = Field(None, gt=0)
     """Peak learning rate; null uses the policy's. A critic usually needs a higher one."""
     warmup_steps: int = Field(0, ge=0)
     """Number of first steps that train only the critic, because advantages of an untrained critic
     are noise for the policy."""
+    tensor_parallel: int = Field(1, ge=1)
+    """As ``trainer.tensor_parallel``, for a critic with its own GPUs."""
+    expert_parallel: int = Field(1, ge=1)
+    """As ``trainer.expert_parallel``, for a critic with its own GPUs."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """As ``trainer.pipeline_parallel``, for a critic with its own GPUs; 1 uses the engine ``fsdp``."""
+    cpu_offload: bool | Literal["optimizer"] | None = None
+    """As ``trainer.cpu_offload``, for a critic with its own GPUs; null uses the policy's."""
 
 
 class BalancingSpec(SpecPart):

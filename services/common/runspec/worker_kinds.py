@@ -1,6 +1,5 @@
 """The kinds of workers that are built in, and the workers of a run. Imports no service."""
 
-from collections.abc import Iterator
 from typing import Final
 
 from services.common.runspec.run import RunSpec
@@ -10,21 +9,6 @@ from services.common.runspec.workers import WORKERS, WorkerKind, possible_kinds,
 def _policy_unit(spec: RunSpec) -> int:
     trainer = spec.trainer
     return trainer.tensor_parallel * trainer.context_parallel * trainer.pipeline_parallel
-
-
-def _critic_problems(spec: RunSpec) -> Iterator[str]:
-    """Yields problems of a critic that computes returns from stored samples only."""
-    if not spec.algorithm.advantage_kind.needs_critic:
-        yield (
-            "topology.task_groups gives critic its own GPUs, but algorithm.advantage "
-            f"{spec.algorithm.advantage!r} has no critic; set it to 'gae', or remove critic"
-        )
-    if spec.needs_reference and spec.algorithm.kl.placement == "reward":
-        yield (
-            "topology.task_groups gives critic its own GPUs, but algorithm.kl.placement 'reward' changes "
-            "rewards in the trainer, and the critic would not receive them; set it to 'loss', or put critic "
-            "into the group of train"
-        )
 
 
 TRAINER: Final = WorkerKind(
@@ -50,17 +34,6 @@ ROLLOUT: Final = WorkerKind(
     receives_weights=True,
     merges_adapters=True,
     gauges=lambda spec: [rows_gauge(split) for split in spec.data.sets],
-)
-CRITIC: Final = WorkerKind(
-    tasks=("critic",),
-    is_alone=True,
-    serve="services.trainer.worker:serve_critic",
-    follow="services.trainer.worker:follow_critic",
-    ranks=lambda spec: spec.topology.own_gpus("critic"),
-    problems=_critic_problems,
-    trains=True,
-    scores="batches",
-    adds=("values",),
 )
 
 

@@ -1,9 +1,12 @@
-"""The roles of workers that only score, as placement, launchers and the trainer read them."""
+"""The roles of workers that only score or hold the critic, as placement and launchers read them."""
 
+import re
 from collections.abc import Iterator
 from typing import Final
 
+from services.common.runspec.rules import optimizer, parallelism, train_engine
 from services.common.runspec.run import RunSpec
+from services.common.runspec.trainer import CriticSpec
 from services.common.runspec.weight_modes import HOST_MODE, MODES
 from services.common.runspec.workers import WorkerKind, scoring_ranks
 
@@ -50,6 +53,31 @@ def _ref_logp_problems(spec: RunSpec) -> Iterator[str]:
         )
 
 
+def _critic_problems(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of a critic that computes returns from stored samples only."""
+    if not spec.algorithm.advantage_kind.needs_critic:
+        yield (
+            "topology.task_groups gives critic its own GPUs, but algorithm.advantage "
+            f"{spec.algorithm.advantage!r} has no critic; set it to 'gae', or remove critic"
+        )
+    if spec.needs_reference and spec.algorithm.kl.placement == "reward":
+        yield (
+            "topology.task_groups gives critic its own GPUs, but algorithm.kl.placement 'reward' changes "
+            "rewards in the trainer, and the critic would not receive them; set it to 'loss', or put critic "
+            "into the group of train"
+        )
+    for rule in (parallelism, optimizer, train_engine):
+        for problem in set(rule(spec.of_critic)).difference(rule(spec)):
+            if _TRAINER_KEY.search(problem):
+                yield _TRAINER_KEY.sub(r"critic.\1", problem).replace(
+                    "trainer.world_size", "the number of GPUs of critic"
+                )
+
+
+_TRAINER_KEY: Final = re.compile(rf"trainer\.({'|'.join(CriticSpec.LAYOUT)})\b")
+"""Keys that a critic has too."""
+
+
 LOGP: Final = WorkerKind(
     tasks=("logp",),
     serve="services.extras.scoring.worker:serve_logp",
@@ -70,4 +98,16 @@ REF_LOGP: Final = WorkerKind(
     problems=_ref_logp_problems,
     scores="groups",
     adds=("ref_logprobs",),
+)
+CRITIC: Final = WorkerKind(
+    tasks=("critic",),
+    is_alone=True,
+    serve="services.trainer.worker:serve_critic",
+    follow="services.trainer.worker:follow_critic",
+    ranks=lambda spec: spec.topology.own_gpus("critic"),
+    unit=lambda spec: spec.critic.tensor_parallel * spec.critic.pipeline_parallel,
+    problems=_critic_problems,
+    trains=True,
+    scores="batches",
+    adds=("values",),
 )

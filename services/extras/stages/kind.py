@@ -19,5 +19,4 @@ STAGES: Final = TrainEngineKind(
         "weight_sync.senders": ("ranks",),
         "topology.placement": ("disaggregated",),
     },
-    serves_own_gpus=False,
 )

@@ -103,10 +103,7 @@ def build_critic(
         ValueError: If the model does not load or cannot be trained.
         UnusableCheckpointError: If the checkpoint to start from is damaged or gone.
     """
-    gpus = spec.topology.own_gpus("critic")
-    parallelism = ("tensor_parallel", "expert_parallel", "context_parallel", "pipeline_parallel")
-    size = {"world_size": gpus, **dict.fromkeys(parallelism, 1)}
-    spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update=size)})
+    spec = spec.of_critic
     roles: Sequence[ModelRole] = ["critic"]
     (engine,) = build_engines(
         EngineArgs(spec, settings, device_of(settings), roles, progress)
