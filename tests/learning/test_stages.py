@@ -21,7 +21,7 @@ def test_stages_learn_to_sort(tmp_path, seed, tensor_parallel):
         "trainer.tokens_per_micro_batch=1024",
     )
     assert result.code == 0, result.out + result.err
-    assert result.summary["heldout"]["greedy"] >= 0.88
+    assert result.summary["heldout"]["greedy"] >= 0.90
     assert result.summary["staleness"]["max"] <= 1
     assert result.summary["weight_version"] == 50
 
