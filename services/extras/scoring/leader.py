@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from services.common.errors import FailedPreconditionError, ServiceError
 from services.common.models.loading import stored_tensors
@@ -53,23 +54,38 @@ class Scorer:
     def adopt(self, tensors: Mapping[str, Tensor] | None) -> None:
         """Replaces the weights. If they are sharded, each rank receives its rows, one tensor after the other.
 
-        Ranks that share layers hold the rest of the model whole, and receive it whole.
+        Ranks that share layers hold the rest of the model whole, and receive it whole. If only some ranks
+        share a tensor, as with FSDP2 over tensor-parallel ranks, rank 0 is not in each of their groups: then
+        every rank receives it whole and keeps its part.
 
         Args:
             tensors: Whole, checked tensors on rank 0; None on the other ranks.
         """
+        num_ranks = distributed.get_world_size() if distributed.is_initialized() else 1
         for name, live in self.live().items():
             if isinstance(live, DTensor):
                 full_tensor = torch.empty(live.shape, dtype=live.dtype, device=self._engine.device)
                 if tensors is not None:
                     full_tensor.copy_(tensors[name])
-                live.copy_(distribute_tensor(full_tensor, live.device_mesh, live.placements))
+                if live.device_mesh.ndim == 1 and live.device_mesh.size() == num_ranks:
+                    live.copy_(distribute_tensor(full_tensor, live.device_mesh, live.placements))
+                else:
+                    distributed.broadcast(full_tensor, src=0)
+                    live.to_local().copy_(_part_like(live, full_tensor))
             else:
                 # Every rank holds all of it.
                 if tensors is not None:
                     live.copy_(tensors[name])
                 if distributed.is_initialized():
                     distributed.broadcast(live, src=0)
+
+
+def _part_like(live: DTensor, full_tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a whole tensor that is sharded like ``live``."""
+    layout = live.shape, live.device_mesh, live.placements
+    sizes, firsts = compute_local_shape_and_global_offset(*layout)
+    ranges = zip(firsts, sizes, strict=True)
+    return full_tensor[tuple(slice(first, first + size) for first, size in ranges)]
 
 
 logger = logging.getLogger(__name__)
