@@ -8,10 +8,11 @@ Other programs use ``slipstream_client``, which sends the requests for this clas
 """
 
 import math
+import re
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 import httpx
@@ -29,7 +30,7 @@ from services.controller.api.operations import (
     ReadLogs,
     WatchRuns,
 )
-from services.controller.schemas import EventView, LogLine, RunView
+from services.controller.schemas import EventView, ListedRun, LogLine, RunView
 from slipstream_client.async_transport import AsyncTransport
 from slipstream_client.request import ApiError, Request, no_controller
 
@@ -38,6 +39,20 @@ __all__ = ["Api", "ApiError"]
 NO_CONTROLLER = "start one with 'slipstream up', or set --url or SLIPSTREAM_URL"
 """Advice in the error for a command that reaches no controller."""
 _EVENTS_A_PAGE = 1000
+_NAME = re.compile(r"[\w-]{1,128}")
+
+
+@contextmanager
+def fields_of(url: str, subject: str) -> Iterator[None]:
+    """Raises ApiError if the block finds other fields in an answer of a server than it expects."""
+    try:
+        yield
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        key = ".".join(map(str, wrong["loc"]))
+        raise no_controller(url, f"{key}: {wrong['msg']}".removeprefix(": ")) from error
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise no_controller(url, f"{subject} has other fields: {error!r:.200}") from error
 
 
 class Api(AsyncTransport):
@@ -56,20 +71,26 @@ class Api(AsyncTransport):
             ApiError: If the controller refuses the operation or does not answer.
         """
         content = await self.content(_request(operation))
-        try:
+        with fields_of(self.url, "an answer"):
             answer: Answer = TypeAdapter(operation.answer()).validate_json(content or b"null")
-        except ValidationError as error:
-            wrong = error.errors(include_url=False)[0]
-            key = ".".join(map(str, wrong["loc"]))
-            raise no_controller(self.url, f"{key}: {wrong['msg']}".removeprefix(": ")) from error
+        for run in (answer, *getattr(answer, "items", ())):
+            # Commands name folders by it.
+            if isinstance(run, ListedRun) and not _NAME.fullmatch(run.id):
+                raise no_controller(self.url, f"id: {run.id!r:.80} is no id of a run")
         return answer
 
+    async def watch(
+        self, run_id: str, *, after_seq: int = 0, timeout_s: float | None = None
+    ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """Yields the events of a run, with the fields that the API declares, until the run has ended."""
+        events = super().watch(run_id, after_seq=after_seq, timeout_s=timeout_s)
+        async for kind, event in events:
+            with fields_of(self.url, f"event {kind}"):
+                (RunView if kind == "end" else EventView).model_validate(event)
+            yield kind, event
+
     async def submit(
-        self,
-        spec: Mapping[str, Any],
-        *,
-        priority: int = 0,
-        labels: Mapping[str, str] | None = None,
+        self, spec: Mapping[str, Any], *, priority: int = 0, labels: Mapping[str, str] | None = None
     ) -> RunView:
         """Submits a run; runs with a higher priority start first."""
         pairs = [f"{key}={value}" for key, value in (labels or {}).items()]
@@ -103,10 +124,9 @@ class Api(AsyncTransport):
         async for kind, data in self.stream(_request(operation), **limits):
             if kind == "end":
                 continue
-            try:
-                yield LogLine.model_validate(data)
-            except ValidationError as error:
-                raise no_controller(self.url, "a line of a log is none") from error
+            with fields_of(self.url, "a line of a log"):
+                line = LogLine.model_validate(data)
+            yield line
 
     async def samples(self, operation: ExportSamples) -> AsyncIterator[dict[str, Any]]:
         """Yields the kept samples of a run."""

@@ -135,10 +135,7 @@ _NOT_HERE = (HTTPStatus.NOT_FOUND, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 def call_api(
-    url: str | None,
-    work: Callable[[Api], Awaitable[_T]],
-    *,
-    state_directory: Path = DEFAULT_STATE,
+    url: str | None, work: Callable[[Api], Awaitable[_T]], *, state_directory: Path = DEFAULT_STATE
 ) -> _T:
     """Runs work with an API client; a signal cancels it, and failures are reported.
 

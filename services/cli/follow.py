@@ -15,7 +15,7 @@ from typing import Any, Final
 import psutil
 from rich.console import Console
 
-from services.cli.api import Api, ApiError
+from services.cli.api import Api, ApiError, fields_of
 from services.cli.display import Display, duration, heldout_line, make_display, set_line
 from services.cli.output import TELL_EVERY_S
 from services.cli.step_log import JsonLines, StepLog
@@ -271,16 +271,18 @@ async def follow(
             saving: asyncio.Task[None] | None = None
             last_step = run["target_steps"]
             async for kind, event in api.watch(run_id):
-                _show(kind, event, log, display)
-                _show_report(start, kind, event, display, folder)
+                with fields_of(api.url, f"event {kind}"):
+                    _show(kind, event, log, display)
+                    _show_report(start, kind, event, display, folder)
+                    if kind == "DataOpened":
+                        last_step = int(event["data"]["steps"])
+                    is_last = kind == "CheckpointStarted" and event["data"]["step"] == last_step
                 log.write()
                 if kind in ("StepCommitted", "end"):
                     starting.cancel()
                 if kind == "NoProgress":
                     reasons.append(event["message"])
-                if kind == "DataOpened":
-                    last_step = event["data"]["steps"]
-                if kind == "CheckpointStarted" and event["data"]["step"] == last_step:
+                if is_last:
                     # After a restart of the controller, the last checkpoint starts a second time.
                     if saving:
                         saving.cancel()
@@ -289,10 +291,11 @@ async def follow(
                     saving.cancel()
                 if kind == "end":
                     run = event
-    wall_seconds = _seconds(run)
-    path = write_report(folder, run, log, wall_seconds=wall_seconds)
-    for line in summary_lines(run, folder, log, wall_seconds=wall_seconds):
-        console.print(line, soft_wrap=True)
+    with fields_of(api.url, "the run"):
+        wall_seconds = _seconds(run)
+        path = write_report(folder, run, log, wall_seconds=wall_seconds)
+        for line in summary_lines(run, folder, log, wall_seconds=wall_seconds):
+            console.print(line, soft_wrap=True)
     return {**run, "summary_path": str(path)}
 
 

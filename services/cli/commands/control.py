@@ -7,7 +7,7 @@ import typer
 import yaml
 from rich.table import Table
 
-from services.cli.api import Api, ApiError
+from services.cli.api import Api, ApiError, fields_of
 from services.cli.api_calls import (
     DEFAULT_STATE,
     RunId,
@@ -106,15 +106,17 @@ def evaluate(
 
     async def work(api: Api, run_key: str) -> str:
         run = await api.get(run_key)
-        if run.spec["data"]["heldout"] is None:
-            raise ApiError(f"{run.name} has no data.heldout to evaluate on")
-        last_seq = (await api.events(run_key))[-1].seq
+        with fields_of(api.url, "the run"):
+            if run.spec["data"]["heldout"] is None:
+                raise ApiError(f"{run.name} has no data.heldout to evaluate on")
+        last_seq = max((event.seq for event in await api.events(run_key)), default=0)
         await api.call(EvaluateRun(run_id=run_key))
         if not wait:
             return f"{run_key} is evaluating its weights"
         async for kind, event in api.watch(run_key):
             if kind == "Validated" and event["seq"] > last_seq:
-                return heldout_line(event["data"])
+                with fields_of(api.url, "event Validated"):
+                    return heldout_line(event["data"])
         return f"{run_key} has ended; 'slipstream get' shows its last evaluation"
 
     console.print(of_run(url, run_id, work), highlight=False)

@@ -198,11 +198,7 @@ class TrainerMemory:
 
 
 def trainer_memory(
-    spec: RunSpec,
-    config: PretrainedConfig,
-    *,
-    gpu_bytes: int,
-    engines: int = 0,
+    spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int, engines: int = 0
 ) -> TrainerMemory:
     """Predicts the memory of a run's trainer on GPUs of a given size.
 
@@ -391,11 +387,7 @@ def _computed(trainer: TrainerSpec, shapes: Shapes) -> float:
 
 
 def _gathered(
-    trainer: TrainerSpec,
-    config: PretrainedConfig,
-    shapes: Shapes,
-    *,
-    item: int,
+    trainer: TrainerSpec, config: PretrainedConfig, shapes: Shapes, *, item: int
 ) -> float:
     """Returns the bytes of weights in the dtype of the pass: two layers, and what is outside of them.
 

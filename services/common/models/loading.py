@@ -143,11 +143,7 @@ def load_config(model: ModelSpec, tokenizer: Tokenizer) -> PretrainedConfig:
 
 
 def build_model(
-    config: PretrainedConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    seed: int = 0,
+    config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0
 ) -> PreTrainedModel:
     """Builds a causal language model with random weights, the same for the same seed.
 
@@ -248,10 +244,7 @@ def load_folder(folder: Path, *, dtype: torch.dtype, device: torch.device | str)
 
 
 def _from_pretrained(
-    model: ModelSpec,
-    arguments: dict[str, Any],
-    dtype: torch.dtype,
-    device: torch.device | str,
+    model: ModelSpec, arguments: dict[str, Any], dtype: torch.dtype, device: torch.device | str
 ) -> PreTrainedModel:
     config = full_config(model)
     register_vision(config)

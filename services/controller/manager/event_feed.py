@@ -67,12 +67,7 @@ class EventFeed:
         self._due: deque[tuple[Event, list[Subscription]]] = deque()
 
     async def page(
-        self,
-        run_id: str,
-        *,
-        after_seq: int,
-        limit: int = _PAGE,
-        only: EventFilter = ALL_EVENTS,
+        self, run_id: str, *, after_seq: int, limit: int = _PAGE, only: EventFilter = ALL_EVENTS
     ) -> list[Event]:
         """Reads stored events of a run after ``after_seq``, in order unless ``only`` sets another one.
 

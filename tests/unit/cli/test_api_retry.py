@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 from services.cli import api as api_module
 from services.cli.api import Api, ApiError
 from services.cli.main import app
-from services.controller.api.operations import GetVersion, PauseRun
+from services.controller.api.operations import GetRun, GetVersion, ListRuns, PauseRun
 from slipstream_client import async_transport, request
+from tests.helpers.tracked import RUN as TRACKED
 
 
 def api_of(num_failures, calls, **options):
@@ -221,3 +222,29 @@ async def test_pages_of_events_that_do_not_advance_end_the_call(monkeypatch):
     async with Api("http://controller", http=http) as api:
         with pytest.raises(ApiError, match="advance"):
             await api.events(RUN)
+
+
+@pytest.mark.parametrize("run_id", ["../../etc", "/etc", "..", "run_1/../x", "", "a" * 4096])
+@pytest.mark.parametrize("operation", [ListRuns(), GetRun(run_id=RUN)])
+async def test_an_id_that_names_a_folder_elsewhere_is_refused(run_id, operation):
+    run = TRACKED.model_dump(mode="json") | {"id": run_id}
+    answer = {"items": [run], "next_page_token": ""} if isinstance(operation, ListRuns) else run
+    http = httpx.AsyncClient(
+        transport=httpx.MockTransport(lambda _: httpx.Response(200, json=answer))
+    )
+    async with Api("http://controller", http=http) as api:
+        with pytest.raises(ApiError, match="no id of a run"):
+            await api.call(operation)
+
+
+@pytest.mark.parametrize(
+    ("kind", "event"), [("StepCommitted", {"seq": 1, "data": "text"}), ("end", {"seq": 2})]
+)
+async def test_an_event_without_the_fields_of_the_api_is_refused(kind, event):
+    text = f"event: {kind}\nid: 1\ndata: {json.dumps(event)}\n\n"
+    answer = httpx.Response(200, text=text, headers={"content-type": "text/event-stream"})
+    http = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: answer))
+    async with Api("http://controller", http=http) as api:
+        with pytest.raises(ApiError, match="does not answer as a controller"):
+            async for _ in api.watch(RUN):
+                pass

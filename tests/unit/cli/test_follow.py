@@ -4,8 +4,10 @@ import asyncio
 from io import StringIO
 from types import SimpleNamespace
 
+import pytest
 from rich.console import Console
 
+from services.cli.api import ApiError
 from services.cli.follow import follow
 from tests.helpers.tracked import RUN
 from tests.unit.cli.test_steps import RUN as ENDED_RUN
@@ -22,6 +24,8 @@ ENDED = RUN.model_copy(
 
 class Api:
     """Fake API of a run whose last checkpoint started twice, because the controller was lost in between."""
+
+    url = "http://controller"
 
     async def get(self, run_id):
         return RUN
@@ -52,3 +56,27 @@ async def test_a_tracker_that_fails_is_shown_with_the_reason(tmp_path):
     printed = StringIO()
     await follow(Untracked(), RUN.id, state_directory=tmp_path, console=Console(file=printed))
     assert "no key" in printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        ("StepCommitted", {}),
+        ("StepCommitted", {"step": "one"}),
+        ("StepCommitted", {"step": None}),
+        ("DataOpened", {"steps": []}),
+        ("DataOpened", {}),
+        ("CheckpointStarted", {}),
+        ("Validated", {"num_samples": 1}),
+        ("Validated", {"num_samples": 1, "version": 1, "greedy": "x", "sampled": {}}),
+    ],
+)
+async def test_events_of_a_server_without_their_fields_are_no_traceback(tmp_path, kind, data):
+    class Wrong(Api):
+        async def watch(self, run_id):
+            yield kind, {"message": "", "data": data, "time": ENDED["start_time"]}
+            yield "end", ENDED
+
+    wrong = pytest.RaisesExc(ApiError, match="does not answer as a controller")
+    with pytest.RaisesGroup(wrong):
+        await follow(Wrong(), RUN.id, state_directory=tmp_path, console=Console(quiet=True))

@@ -113,10 +113,7 @@ class ElasticSizing:
         return exit_.worker_id.startswith("rollout-") and exit_.worker_id not in self._wanted()
 
     async def watch(
-        self,
-        present: Collection[str],
-        *,
-        pipeline: asyncio.Future[TrainingPipeline],
+        self, present: Collection[str], *, pipeline: asyncio.Future[TrainingPipeline]
     ) -> None:
         """Adds missing rollouts and removes surplus ones until it is cancelled.
 

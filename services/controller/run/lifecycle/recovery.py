@@ -219,11 +219,7 @@ class _Parts:
 
 
 async def _reconciled(
-    spec: CurrentSpec,
-    connections: RunConnections,
-    *,
-    journal: Journal,
-    queue: TransferQueueClient,
+    spec: CurrentSpec, connections: RunConnections, *, journal: Journal, queue: TransferQueueClient
 ) -> Recovered:
     """Reads the state of a run, and rewinds it if the trainer has fewer steps.
 
