@@ -43,7 +43,11 @@ MpiDefault=none
 SlurmdTimeout=30
 KillWait=5
 ReturnToService=2
-PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP PriorityTier=1 GraceTime=600
+PartitionName=urgent Nodes=ALL MaxTime=60 State=UP PriorityTier=2 PreemptMode=OFF
 """
 
 

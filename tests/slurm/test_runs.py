@@ -1,5 +1,7 @@
 """Runs whose workers are steps of a Slurm allocation."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.helpers.ledger_check import check_run
@@ -25,6 +27,25 @@ def test_a_job_that_gets_the_signal_of_its_end_pauses_and_its_requeued_job_loses
     cluster.command("scancel", "--batch", "--signal=USR1", job.id)
     job.wait(timeout_s=480)
     assert "paused; the same command resumes it" in job.output
+    counts = check_run(job.state_directory)
+    assert (counts["rewinds"], counts["losses"]) == (0, 0)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1400)
+def test_a_pre_empted_job_gives_its_nodes_away_and_loses_no_step(cluster: Cluster, tmp_path: Path):
+    job = submit(
+        cluster, "preemptible.sbatch", options=_TWO_BY_TWO, keys={**QUICK, "trainer.steps": 6}
+    )
+    job.until(lambda: job.steps() >= 1, timeout_s=480)
+    urgent = tmp_path / "urgent.sbatch"
+    urgent.write_text("#!/bin/sh\nsleep 5\n")
+    options = ("--partition=urgent", "--nodes=3", "--exclusive", f"--output={cluster.root}/urgent")
+    urgent_job = cluster.submit(urgent, options=options)
+    job.until(lambda: cluster.state(urgent_job) != "PENDING", timeout_s=300)
+    assert "paused; the same command resumes it" in job.output
+    job.wait(timeout_s=480)
+    assert cluster.state(urgent_job) == "COMPLETED"
     counts = check_run(job.state_directory)
     assert (counts["rewinds"], counts["losses"]) == (0, 0)
 
