@@ -172,7 +172,9 @@ def _end(cluster: Cluster, before: set[int]) -> None:
     for _ in range(2):  # a daemon may start one more process before it ends
         for process in psutil.process_iter():
             with suppress(psutil.Error):
+                # The daemon of a step has no such variable, but a folder of the cluster.
                 is_ours = process.environ().get("SLURM_CONF") == cluster.environment["SLURM_CONF"]
+                is_ours |= process.cwd().startswith(str(cluster.root))
                 if is_ours and process.pid not in before and process.pid != os.getpid():
                     process.kill()
     with suppress(OSError, ValueError):

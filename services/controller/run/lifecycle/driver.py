@@ -370,11 +370,8 @@ class RunDriver:
 
     async def _ready(self, absent: Collection[str]) -> None:
         absent_workers = sorted(absent)
-        message = (
-            f"continues without {', '.join(absent_workers)}"
-            if absent_workers
-            else "all workers have loaded"
-        )
+        names = ", ".join(absent_workers)
+        message = f"continues without {names}" if names else "all workers have loaded"
         data: dict[str, object] = {"absent": absent_workers}
         if self._state is RunState.STARTING:
             workers = self._services.membership.workers(self._run_id)
@@ -402,11 +399,7 @@ class RunDriver:
             if any(isinstance(cause, HostDrainedError) for cause in broken):
                 return await self._leave_hosts()
             return await self._sizing.remove_surplus()
-        for cause in errors:
-            # A restart of the trainer may lose trained steps, so it counts as lost only without heartbeats;
-            # a rollout also counts as lost if it does not answer.
-            if isinstance(cause, UnresponsiveError) and cause.worker_id in self._rollouts():
-                self.worker_lost(cause.worker_id, self._with_log(cause.worker_id, str(cause)))
+        self._note_silent(errors)
         await self._await_exit_report()
         self._count_loss()
         exits, self._exits = self._exits, {}
@@ -423,6 +416,17 @@ class RunDriver:
         if is_halted and self._state in (RunState.STARTING, RunState.RUNNING):
             await self._transition(RunEvent.LOSE, "WorkerLost", message.splitlines()[0])
         return exits
+
+    def _note_silent(self, errors: Sequence[BaseException]) -> None:
+        """Records silent workers: rollouts, and a trainer if a rank is silent when the loops are entered.
+
+        Otherwise a trainer counts as lost only without heartbeats: its restart may lose trained steps.
+        """
+        for cause in errors:
+            if isinstance(cause, UnresponsiveError):
+                worker_id, _, rank = cause.worker_id.partition("/")
+                if worker_id in self._rollouts() or (rank and self._pipeline is None):
+                    self.worker_lost(worker_id, self._with_log(worker_id, str(cause)))
 
     async def _watch_drains(self, entered: asyncio.Future[TrainingPipeline]) -> None:
         """Moves workers away from drained hosts, and ends the steps if they cannot leave meanwhile.

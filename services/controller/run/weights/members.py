@@ -23,7 +23,7 @@ from services.common.runspec.weight_modes import (
     MODES,
     transport_of,
 )
-from services.common.task_group import TaskGroup, unwrapped
+from services.common.task_group import TaskGroup, gather_in_group, unwrapped
 from services.controller.membership import Worker
 from services.controller.run.state.worker_failures import UnresponsiveError
 from services.weightsync.weight_plan import TensorSpec, WeightPlan, make_plan, row_shards
@@ -81,6 +81,7 @@ class WeightMembers:
 
         Raises:
             DataLossError: If members made different plans.
+            UnresponsiveError: If a source does not answer; it names the rank.
             ServiceError: If a member does not answer or cannot take part.
         """
         self._hosts = {worker.worker_id: worker.host_id for worker in (trainer, *rollouts)}
@@ -91,6 +92,9 @@ class WeightMembers:
         for number, address in enumerate(described.source_addresses[1:], 1):
             self._addresses[name := f"{trainer.worker_id}/{number}"] = address
             self.sources[name] = await self._connect(address)
+        with unwrapped(ServiceError):
+            items = self.sources.items()
+            await gather_in_group([_probe(name, m, self._silence_s(name)) for name, m in items])
         self._tensors = described.tensors
         self._make_plan(described.device)
         self.rollouts = {w.worker_id: await self._connect(w.address) for w in rollouts}
@@ -323,11 +327,8 @@ class WeightMembers:
         )
         self._devices |= {name: answer.device for name, answer in answers.items()}
         plan_hash = self.plan.plan_hash
-        other_hashes = {
-            name: answer.plan_hash[:12]
-            for name, answer in answers.items()
-            if answer.plan_hash != plan_hash
-        }
+        hashes = {name: answer.plan_hash for name, answer in answers.items()}
+        other_hashes = {name: text[:12] for name, text in hashes.items() if text != plan_hash}
         if other_hashes:
             raise DataLossError(
                 f"all members must make the weight plan {plan_hash[:12]} of the controller, but got "

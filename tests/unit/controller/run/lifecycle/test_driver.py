@@ -1,12 +1,14 @@
 """Tests of which exits of workers end a run, and after which the run continues."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from services.common.lifetime import OUTAGE_EXIT
 from services.controller.launch.launcher import ExternalLauncher, WorkerExit
+from services.controller.run.state.worker_failures import UnresponsiveError
 from services.controller.store.records import EventFilter, Submission
 from services.controller.store.rows import Request, read_requests, write_request
 from tests.helpers.rest import open_manager
@@ -104,6 +106,39 @@ async def test_a_run_that_cannot_train_until_somebody_answers_again_says_that_it
         workers.may_connect.set()
         while (await manager.get(run_id)).state != "RUNNING":  # noqa: ASYNC110 -- a row of the database
             await asyncio.sleep(0.01)
+
+
+async def test_a_trainer_with_a_rank_that_stays_silent_is_lost_and_restarts(
+    database, workers, monkeypatch
+):
+    """The run could enter its loops with none of the trainer's other ranks."""
+    ended_workers, answers = [], asyncio.Event()
+
+    async def assemble(*args, **kwargs):
+        if workers.lost and not ended_workers:
+            raise UnresponsiveError("trainer-0/2", "does not answer within 60 s")
+        if ended_workers:
+            answers.set()
+        return await workers.assemble(*args, **kwargs)
+
+    class Ending(ExternalLauncher):
+        async def end(self, run_id, worker_id):
+            ended_workers.append(worker_id)
+
+    monkeypatch.setattr("services.controller.run.lifecycle.loop.connect", assemble)
+    workers.may_train.clear()
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        manager.drivers.services = replace(manager.drivers.services, launcher=Ending())
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        workers.lose()
+        await answers.wait()
+        events = await manager.feed.page(
+            run_id, after_seq=0, only=EventFilter(types=("WorkerLost",))
+        )
+        assert ended_workers == ["trainer-0"]
+        assert events[-1].data["workers"] == ["trainer-0"]
+        assert "trainer-0/2 does not answer" in events[-1].message
 
 
 async def test_a_worker_that_reports_its_failure_is_lost_for_that_reason(database, workers):

@@ -24,7 +24,7 @@ class Silent:
     """
 
     def __init__(self, silence_s: float, failure: ServiceError | None = None) -> None:
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self._failure = failure
         self.num_probes = 0
 
@@ -32,7 +32,7 @@ class Silent:
         self.num_probes += 1
         if self._failure is not None:
             raise self._failure
-        if timeout_s < self._silence_s:
+        if timeout_s < self.silence_s:
             raise DeadlineExceededError("/grpc.health.v1.Health/Check: Deadline Exceeded")
 
     async def abort(self, epoch: int, reason: str, *, timeout_s: float) -> None:
@@ -94,7 +94,7 @@ async def test_a_member_that_stands_still_delays_no_probe_of_another() -> None:
 async def test_an_error_names_all_members_that_do_not_answer_and_their_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    group = WeightMembers("run", SPEC)
+    group, silent = WeightMembers("run", SPEC), Silent(0.0)
     tensors = (TensorSpec("w", (8, 2), "float32"),)
     described = SimpleNamespace(
         source_addresses=("10.0.0.1:1", "10.0.0.1:2", "10.0.0.2:1"), tensors=tensors, device="cpu"
@@ -107,13 +107,18 @@ async def test_an_error_names_all_members_that_do_not_answer_and_their_addresses
         return described
 
     async def connect(address: str) -> object:
-        return SimpleNamespace(describe=describe, agree_plan=agree, alive=Silent(0.0).alive)
+        alive = (silent if address == "10.0.0.2:1" else Silent(0.0)).alive
+        return SimpleNamespace(describe=describe, agree_plan=agree, alive=alive)
 
     monkeypatch.setattr(group, "_connect", connect)
     trainer, rollout = (
         SimpleNamespace(worker_id=name, host_id=name, address=f"{name}.example:1")
         for name in ("trainer-0", "rollout-0")
     )
+    silent.silence_s = 61.0
+    with pytest.raises(UnresponsiveError, match=r"^trainer-0/2 does not answer within 60 s"):
+        await group.open(trainer, [rollout])  # type: ignore[arg-type, list-item]
+    silent.silence_s = 0.0
     await group.open(trainer, [rollout])  # type: ignore[arg-type, list-item]
     assert group.unpublishable(["rollout-0"]).message.startswith(
         "rollout-0 at rollout-0.example:1 does not answer"
