@@ -13,6 +13,7 @@ from services.extras.stages.engine import StagesEngine
 from services.extras.stages.layout import build_stage
 from services.extras.stages.modules import StagedPolicy
 from services.trainer.batch.packing import pack
+from services.trainer.engines.fsdp.compiling import compile_ahead
 from services.trainer.engines.fsdp.parallel import distribute
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, spec_of
@@ -146,6 +147,8 @@ def engine_of_stage(spec: RunSpec, rank: int) -> StagesEngine:
     replay = spec.rollout.routing_replay
     module = StagedPolicy(model, stage, temperature=1.0, routing_replay=replay)
     distribute(module, spec.trainer, topology)
+    if spec.trainer.compile:
+        compile_ahead(module, spec.trainer, device=CPU)
     return StagesEngine(module, spec=spec, topology=topology)
 
 

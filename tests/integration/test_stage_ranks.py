@@ -1,6 +1,7 @@
 """Pipeline stages compute, train, save and send what one process with the reference engine does."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from services.common.runspec.run import RunSpec
 from services.extras.reference_engine.engine import ReferenceEngine
 from services.extras.stages.passes import BoundedStage
 from services.trainer.engines.base import score_text
+from services.trainer.engines.fsdp import activations, parallel
 from services.trainer.engines.fsdp.engine import FsdpEngine
 from services.weightsync.weight_plan import row_shards
 from services.wire.step_command import StepCommand
@@ -109,9 +111,20 @@ def _train_stage(rank: int, folder: str, spec_json: str) -> None:
     distributed.destroy_process_group()
 
 
-def trained_stages(spec: RunSpec, folder: Path) -> list[Outcome]:
+def _train_compiled_stage(rank: int, folder: str, spec_json: str) -> None:
+    """Trains one rank's stage with layers that are traced and partitioned, but not built as C++."""
+    compiled = partial(torch.compile, backend="aot_eager_decomp_partition", dynamic=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (activations, parallel):
+            patch.setattr(module, "compiled", compiled)
+        _train_stage(rank, folder, spec_json)
+
+
+def trained_stages(
+    spec: RunSpec, folder: Path, work: Callable[..., None] = _train_stage
+) -> list[Outcome]:
     """Returns the outcome of each rank."""
-    run_ranks(_train_stage, str(folder), spec.model_dump_json(), count=spec.trainer.world_size)
+    run_ranks(work, str(folder), spec.model_dump_json(), count=spec.trainer.world_size)
     files = [folder / f"outcome-{rank}.pt" for rank in range(spec.trainer.world_size)]
     return [torch.load(file, weights_only=False) for file in files]
 
@@ -188,6 +201,22 @@ def test_stages_train_save_and_send_what_the_reference_does(layout: str, tmp_pat
         reference.load(tmp_path / "stages", num_updates=2)
         for name, value in reference.export_weights():
             assert torch.equal(stages[0]["weights"][name], value), name
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", ["pp2", "pp2-tp2", "pp2-ep2"])
+def test_compiled_stages_train_what_the_reference_does(layout: str, tmp_path: Path) -> None:
+    model, trainer = LAYOUTS[layout]
+    reference = reference_engine(spec_with_stages(model))
+    expected = train(reference, spec_with_stages(model))
+    reference.save().write(tmp_path / "reference")
+    spec = spec_with_stages(model, **trainer, engine="stages", compile=True)
+    stages = trained_stages(spec, tmp_path, _train_compiled_stage)
+    assert_close(stages, expected)
+    # Stages compile alone, before they are passed the states of others.
+    for outcome in stages:
+        assert [metrics["compilations"] for metrics in outcome["metrics"]] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

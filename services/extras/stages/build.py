@@ -2,6 +2,7 @@
 
 from typing import cast
 
+import torch
 from transformers import PreTrainedModel
 
 from services.common.runspec.run import RunSpec
@@ -48,6 +49,7 @@ def _stage_of(
     role: ModelRole, loader: fsdp.Loader, spec: RunSpec, stage: Stage
 ) -> StagedPolicy | StagedCritic:
     """Loads this process's stage of the model of a role."""
+    dtype = getattr(torch, spec.trainer.dtype)
 
     def make_policy(model: PreTrainedModel) -> Policy:
         policy = StagedPolicy(
@@ -56,10 +58,13 @@ def _stage_of(
             temperature=spec.rollout.sampling.temperature,
             routing_replay="off" if role == "reference" else spec.rollout.routing_replay,
         )
+        policy.dtype = dtype
         return freeze(policy) if role == "reference" else policy
 
     def make_critic(model: PreTrainedModel) -> Critic:
-        return StagedCritic(model, stage)
+        critic = StagedCritic(model, stage)
+        critic.dtype = dtype
+        return critic
 
     if role == "critic" or (role == "policy" and spec.algorithm.loss_kind.trains_values):
         return cast("StagedCritic", loader.load(make_critic))

@@ -11,7 +11,6 @@ STAGES: Final = TrainEngineKind(
         "algorithm.score_centering": (None,),
         "trainer.lora": (None,),
         "trainer.optimizer.kind": ("adamw",),
-        "trainer.compile": (False,),
         "trainer.cpu_offload": (False,),
         "trainer.activation_offloading": (False,),
         "trainer.balancing.kind": ("none",),

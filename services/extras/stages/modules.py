@@ -1,7 +1,8 @@
 """The part of a policy or critic that a pipeline stage has, as the module that a schedule calls.
 
 A schedule passes states between stages, and the number of the micro-batch; packs are set before. All states
-of one schedule have the same shape, so a stage pads those that it sends to the longest pack.
+of one schedule have the same shape, so a stage pads those that it sends to the longest pack. While engines
+start, a stage is called with a pack and no number, and compiles its layers without the other stages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,13 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from services.common.models.experts import routers_of
-from services.extras.stages.layout import Stage, WholeModel, describe, keep_stage
+from services.extras.stages.layout import (
+    Stage,
+    WholeModel,
+    describe,
+    hidden_size,
+    keep_stage,
+)
 from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.packing import PackedTokens
 from services.trainer.model.policy import Critic, Policy, decoder_states
@@ -37,6 +44,8 @@ class StagePart:
     """Arguments of the last stage's forward pass, besides the pack."""
     model: PreTrainedModel
     context: ContextRanks | None
+    dtype: torch.dtype = torch.float32
+    """Dtype of the states that stages exchange."""
     num_columns: int
     """Number of tensors that the last stage returns."""
     replay: str = "off"
@@ -58,6 +67,24 @@ class StagePart:
         self.packs, self.options, self.expert_counts, self.differs = packs, options, None, {}
         self.width = max(self._num_tokens(packed) for packed in packs)
 
+    def begin_alone(self, packed: PackedTokens) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Sets one micro-batch of a pass without other stages, as the compiler runs it.
+
+        Returns:
+            The inputs of the pass: zeros as states, and the number of the micro-batch.
+        """
+        self.begin([packed])
+        number = torch.zeros(1, dtype=torch.int64)
+        if self.stage.is_first:
+            return (number,), number
+        states = torch.zeros(
+            (1, self.width, hidden_size(self.model.config)),
+            dtype=self.dtype,
+            device=packed.input_ids.device,
+            requires_grad=torch.is_grad_enabled(),
+        )
+        return (states,), number
+
     def with_own_experts(self, packed: PackedTokens) -> PackedTokens:
         """Returns a pack with the engine's experts for this stage's layers only, as int16.
 
@@ -68,6 +95,12 @@ class StagePart:
             return packed
         stage_experts = packed.experts[:, self.routers].to(torch.int16, copy=True)
         return replace(packed, experts=stage_experts)
+
+    def inputs_of(
+        self, inputs: tuple[Any, ...], number: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Returns the states and the number of a micro-batch; a pack alone has no number."""
+        return self.begin_alone(inputs[0]) if number is None else (inputs, number)
 
     def pass_states(self, inputs: tuple[Tensor, ...], number: Tensor) -> Tensor | PackedTokens:
         """Computes this stage's layers, or returns the pack with states for the last stage's."""
@@ -125,9 +158,9 @@ class StagedPolicy(StagePart, Policy):
         self.routers = slice(positions[0], positions[-1] + 1) if positions else slice(0)
 
     def forward(  # type: ignore[override]
-        self, *states: Tensor, number: Tensor
+        self, *inputs: Tensor | PackedTokens, number: Tensor | None = None
     ) -> Tensor | tuple[Tensor, ...]:
-        stage_output = self.pass_states(states, number)
+        stage_output = self.pass_states(*self.inputs_of(inputs, number))
         if isinstance(stage_output, Tensor):
             return stage_output
         scores = super().forward(stage_output, **self.options)
@@ -153,9 +186,9 @@ class StagedCritic(StagePart, Critic):
             del self.head
 
     def forward(  # type: ignore[override]
-        self, *states: Tensor, number: Tensor
+        self, *inputs: Tensor | PackedTokens, number: Tensor | None = None
     ) -> Tensor | tuple[Tensor, ...]:
-        stage_output = self.pass_states(states, number)
+        stage_output = self.pass_states(*self.inputs_of(inputs, number))
         if isinstance(stage_output, Tensor):
             return stage_output
         return (super().forward(stage_output),)

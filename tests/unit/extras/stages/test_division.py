@@ -109,7 +109,6 @@ def test_a_critic_keeps_no_second_embedding():
             {"algorithm": {"loss": "reinforce", "score_centering": 8}},
             "algorithm.score_centering",
         ),
-        ({**PP2, "compile": True}, {}, "trainer.compile"),
         ({**PP2, "cpu_offload": True}, {}, "trainer.cpu_offload"),
         ({**PP2, "optimizer": {"kind": "muon"}}, {}, "trainer.optimizer.kind"),
         (PP2, {"topology": {"placement": "colocated"}}, "topology.placement"),
