@@ -56,6 +56,7 @@ _ANNOUNCED = re.compile(
     r"\b(?:answer|result)(?:\s+is)?\s*[:=]?\s*(\S.*?)\s*\.?\s*$", re.IGNORECASE | re.MULTILINE
 )
 _SAID = re.compile(r"\b(?:is|are|was|were|be)\s+(\S.*?)[\s.]*$")
+_PREPOSITION = re.compile(r"^(?:on|at|in)\s+")
 _WITHOUT_UNITS = replace(LatexExtractionConfig().normalization_config, units=False)
 _READ = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_WITHOUT_UNITS)]
 _SEARCH = [*_READ, ExprExtractionConfig()]
@@ -65,6 +66,7 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 _LAST_QUANTITY = re.compile(r"([-+]?(?<![\d.,])[\d.,]*\d[^\d]*(?:\^?\{?[23]\}?)?)[\s.!]*$")
 _GROUPED = re.compile(r"-?\d{1,3}(?:(?:,\d{2})*,\d{3})+(?:\.\d+)?")
 _NUMBER_OF_NAME = re.compile(r"\$?(?:[a-z]\s*=\s*)?-?[\d.,]+\$?")
+_NAME_OF_VALUE = re.compile(r"\s*\$?\s*[A-Za-z](?:_\{?\w+\}?)?\s*")
 _VARIABLE = re.compile(r"\d\s*\$?[A-Za-z]\$?\s*$")
 """One letter after a number, which may be a variable and not the symbol of a unit."""
 _NESTED_FACTORIAL = re.compile(r"!\s*\)*\s*!")
@@ -100,7 +102,10 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
         text, reply = spelling.normalized(text), spelling.normalized(answer_part(response))
         reply = question.without_reason(_tagged(reply))
         amount = _marked(reply) or reply
-        if quantities.other_currencies(text, amount, prompt):
+        final = _marked(reply) or _last_line(reply)
+        if quantities.other_currencies(text, amount, prompt) or beside.is_amount_of_money(
+            prompt, _marked(text) or text, final
+        ):
             return 0.0
         if any(map(quantities.is_in_dollars, (text, amount))) or question.asks_for_dollars(prompt):
             text, reply = quantities.in_dollars(text), quantities.in_dollars(reply)
@@ -116,14 +121,23 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
             )
         letters = _COMMAND.sub("", quantities.scaled(expected, has_letters=False))
         has_letters = bool(_LETTER.search(letters))
-        reply = quantities.scaled(reply, has_letters=has_letters)
-        if beside.is_other_quantity(prompt, expected, _marked(reply) or _last_line(reply)):
+        unscaled, reply = reply, quantities.scaled(reply, has_letters=has_letters)
+        final = _marked(reply) or _last_line(reply)
+        if any(
+            is_other(prompt, expected, final)
+            for is_other in (beside.is_other_quantity, beside.value_of_other_name)
+        ):
             return 0.0
+        if question.asks_for_scale(prompt):
+            reply = quantities.unscaled(unscaled)
+        if _marked(reply) is None:
+            reply = question.without_echo(prompt, reply)
         reply = question.without_comparisons(prompt, reply)
         if question.asks_for_per_cent(prompt) and spelling.is_plain_above_1(expected):
             reply = spelling.without_per_cent(reply)
         if _is_other_value(prompt, expected, _marked(reply) or reply):
             return 0.0
+        reply = beside.without_dollar_signs(reply)
         # The question may ask for the number of millions, so the answer may omit the word.
         scaled = quantities.scaled(expected, has_letters=has_letters)
         ratio = question.as_ratio(prompt, expected)
@@ -194,9 +208,13 @@ def _ends_in(expected: str, candidate: str, lines: list[str], *, is_whole: bool)
         lines: Of the response.
         is_whole: True if the candidate is an answer without prose around it.
     """
+    last_line = lines[-1] if lines else ""
+    if spelling.plain_number(expected) is not None:
+        is_last_line = candidate == last_line
+        last_line = quantities.with_digits_in_line(last_line)
+        candidate = last_line if is_last_line else candidate
     announcement = _SAID.search(candidate)
     ending = announcement[1] if announcement else candidate if is_whole else ""
-    last_line = lines[-1] if lines else ""
     if not spelling.is_changed(expected) and (
         spelling.has_changed_number(ending)
         or spelling.has_changed_last_number(last_line)
@@ -207,10 +225,16 @@ def _ends_in(expected: str, candidate: str, lines: list[str], *, is_whole: bool)
     ):
         return False
     if spelling.same_text(expected, candidate) or (
-        announcement and spelling.same_text(expected, announcement[1])
+        announcement
+        and any(
+            spelling.same_text(expected, text)
+            for text in (announcement[1], _PREPOSITION.sub("", announcement[1]))
+        )
     ):
         return True
     short = spelling.spelled(announcement[1]) if announcement else ""
+    if spelling.plain_number(expected) is not None and not re.search(r"\d", short):
+        short = ""
     if not short or (spelling.has_words(short) and units.split(short)[1] is None):
         quantity = _LAST_QUANTITY.search(last_line)
         short = quantity[1] if quantity else ""
@@ -317,6 +341,9 @@ def _same(expected: str, candidate: str) -> bool:
         return False
     if "%" in candidate and "%" not in expected:
         candidate = spelling.per_cent_as_share(candidate)
+    name, _, value = candidate.partition("=")
+    if _NAME_OF_VALUE.fullmatch(name) and units.split(value)[1] is not None:
+        candidate = value.strip()
     same = _same_quantity(expected, candidate)
     return _same_expression(expected, candidate) if same is None else same
 

@@ -1,16 +1,25 @@
 r"""What a final answer says beside its number: a unit, a word, an ordinal's letters. Pure.
 
-A number answers a question alone, or with a unit or a word that the question or the expected answer allows;
-any other one makes it another quantity: ``12 pairs``, ``12 per day`` and ``12 m`` do not answer "How many
-kilometres?" with 12. A noun that only names what is counted is allowed, because questions name it otherwise.
+A number answers a question alone, or beside what agrees with the expected answer or with what the question
+asks for (:mod:`asked`). Three things may stand beside a number, and each has one rule:
+
+* a currency: money has to be asked for, unless nothing tells what is asked for;
+* a unit: the asked one, or one of the asked dimension, or one that the question has;
+* a noun: the asked one, or one that the question does not have, which may be another word for it. A noun that
+  the question has elsewhere counts something else, and so does ``pairs`` or ``boxes``.
+
+Words that change the number itself (``each``, ``more than``, ``ago``, ``th``) have to be in the question.
 """
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final
 
-from services.extras.math_verify import question, units
+from services.extras.math_verify import asked, question, units
+from services.extras.math_verify.asked import Asked
+from services.extras.math_verify.quantities import CODES, SIGNS
 
 _FRACTION: Final = r"\\[dt]?frac\s*\{?\s*(\d+)\s*\}?\s*\{?\s*(\d+)\s*\}?"
 _NUMBER: Final = re.compile(
@@ -21,6 +30,15 @@ _NUMBER: Final = re.compile(
 _POWER: Final = re.compile(r"\s*\\(?:times|cdot)\s*10\s*\^\s*\{?(-?\d+)\}?")
 _FONT: Final = re.compile(r"\\(?:text\w*|mathrm|mbox|operatorname|mathbf)\s*\{([^{}]*)\}")
 _LAYOUT: Final = re.compile(r"\\[,;:! ]|\\?\$|\\[()\[\]]|[*~`]|\\q?quad\b")
+_FORMULA: Final = re.compile(r"(?<![\\$])\$(?!\$)((?:[^$\n]|\\\$)+?)(?<![\s\\])\$(?!\d)")
+"""Text between two dollar signs, of which the second one begins no amount."""
+_DOLLAR: Final = re.compile(r"(?<!\$)\\?\$(?!\$)\s*(?=-?[\d.])")
+_CURRENCY: Final = re.compile(rf"(?:\\?\$|[{SIGNS}])\s*(?=-?[\d.])")
+_CURRENCY_AFTER: Final = re.compile(
+    rf"\s*(?:\\?\$|[{SIGNS}¢]|(?i:(?:US\s+)?(?:dollars?|bucks?|cents?|euros?|pesos?|rupees?|yen|yuan))\b"
+    rf"|(?:{CODES})(?![A-Za-z]))"
+)
+_MONEY: Final = "\N{CURRENCY SIGN}"
 _DEGREE: Final = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?|\s*\\degree(?![A-Za-z])")
 _END: Final = re.compile(r"[;:!?(]|[.,](?:\s|$)|\n|\s-\s|[<>=+]")
 _LEADING_ZERO: Final = re.compile(r"-?0\d")
@@ -39,19 +57,25 @@ _ASKS_FOR_RATE: Final = re.compile(
     rf"\b(?:{_RATE}|rates?|average|mean|speed|fast|slow|one|single|individual|share|equal\w*|split|unit|both)\b",
     re.IGNORECASE,
 )
-_GROUPS: Final = (
-    r"pair|couple|set|box|pack|packet|package|bag|group|team|case|crate|roll|bundle|dozen|gross|score|row|stack"
-    r"|dime|nickel|penny|pennie|quarter|coin|bill|time|fold|hundred"
-)
 _RELATIVE: Final = (
     r"ago|later|earlier|hence|from\s+now|from\s+today|older|younger|taller|shorter|longer|heavier|lighter"
     r"|wider|deeper|bigger|larger|smaller|faster|slower|cheaper|farther|further|overdue|late|early"
 )
 _KINDS: Final[Mapping[str, re.Pattern[str]]] = {
     "rate": re.compile(rf"\b(?:{_RATE})\b", re.IGNORECASE),
-    "group": re.compile(rf"^\W*(?:\w+\s+)?({_GROUPS})(?:e?s)?\b", re.IGNORECASE),
     "relative": re.compile(rf"\b({_RELATIVE})\b", re.IGNORECASE),
 }
+_NAMED: Final = re.compile(
+    rf"(?:^|[.,:;]|(?<![\\A-Za-z])[A-Za-z]{{2,}}(?=\s))[\s(]*({asked.NAME.pattern})\s*=(?!=)"
+)
+_BOUND: Final = re.compile(
+    r"\b(?:(?:more|less|fewer|greater|larger|smaller)\s+than|at\s+(?:least|most)|under|over|up\s+to|nearly|almost)"
+    rf"\s*{_MONEY}?$",
+    re.IGNORECASE,
+)
+_ASKS_FOR_BOUND: Final = re.compile(
+    r"\b(?:least|most|min\w*|max\w*|fewest|bounds?|than|under|over|up\s+to)\b", re.IGNORECASE
+)
 _COUNTED: Final = re.compile(
     r"^\W*(?!dollars?|bucks?|cents?|USD|units?|its|this|his|as|is|was|has|plus|less|across|always|days?)"
     r"(?:people|men|women|children|[a-z]{2,}(?<![siu])s)\b",
@@ -67,11 +91,44 @@ _ASKS_FOR_ORDINAL: Final = re.compile(
     re.IGNORECASE,
 )
 _ASKS_FOR_DIFFERENCE: Final = re.compile(r"\b(?:differ\w*|compare\w*|than)\b", re.IGNORECASE)
+_IN_PHRASE: Final = re.compile(
+    r"(?<=\S)(?<!\bsq)(?<!\bsq\.)(?<!\bcu)(?<!\bcu\.)(?<!square)(?<!cubic)\s+(?=in\b)"
+)
+"""Before ``in total``, where ``in`` is no inch."""
 _MIN_WORDS: Final = 3
 """Words of a question that may name a unit; a shorter one says nothing about it."""
 _MAX_UNIT_WORDS: Final = 5
 _MAX_REST: Final = 60
 """Characters after a number in which a word may belong to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """Number of a final answer that equals the expected one, with its neighbours."""
+
+    before: str
+    digits: str
+    rest: str
+    expected_digits: str
+    expected_rest: str
+
+
+def is_amount_of_money(prompt: str, expected: str, final: str) -> bool:
+    r"""Returns True for ``\$36`` and ``36 dollars`` in place of 36 pages, 36 % or 36 km.
+
+    Args:
+        expected: Expected answer, with its currency.
+        final: Final answer of the response, or its last sentence, with its currency.
+    """
+    number = _number(expected, final)
+    if number is None or not _has_question(prompt) or _CURRENCY_AFTER.match(number.expected_rest):
+        return False
+    is_money = number.before.endswith(_MONEY) or bool(_CURRENCY_AFTER.match(number.rest))
+    asked_thing = asked.asked_by(prompt)
+    if not is_money or asked_thing.is_money:
+        return False
+    is_known = asked_thing.is_count or asked_thing.is_quantity
+    return is_known or not question.has_money(prompt)
 
 
 def is_other_quantity(prompt: str, expected: str, final: str) -> bool:
@@ -81,45 +138,101 @@ def is_other_quantity(prompt: str, expected: str, final: str) -> bool:
         expected: Expected answer; one that has no number at its start allows everything.
         final: Final answer of the response, or its last sentence.
     """
-    expected_text = _plain(expected)
-    expected_number = _NUMBER.search(expected_text)
-    if expected_number is None or expected_text[: expected_number.start()].strip():
-        return False
-    text, value = _plain(final), _value(expected_number[0])
-    numbers = [number for number in _NUMBER.finditer(text) if _value(number[0]) == value]
-    if not numbers:
-        return False
-    number = numbers[-1]
-    has_leading_zero = bool(_LEADING_ZERO.match(number[0])) and number[0] != expected_number[0]
-    return has_leading_zero or _is_other(
-        before=text[: number.start()],
-        rest=text[number.end() : number.end() + _MAX_REST],
-        expected_rest=expected_text[expected_number.end() :],
-        prompt=prompt,
+    number = _number(expected, final)
+    return number is not None and (
+        (bool(_LEADING_ZERO.match(number.digits)) and number.digits != number.expected_digits)
+        or _is_other(number, prompt)
     )
 
 
-def _is_other(*, before: str, rest: str, expected_rest: str, prompt: str) -> bool:
-    asked = question.asked(prompt)
-    if _ORDINAL.match(rest):
-        return not (_ORDINAL.match(expected_rest) or _ASKS_FOR_ORDINAL.search(asked))
-    rest = _END.split(rest, maxsplit=1)[0]
+def _number(expected: str, final: str) -> _Number | None:
+    """Returns the last number with the value of the expected one; None if there is none to compare."""
+    expected_text, text = _plain(expected), _plain(final)
+    expected_number = _NUMBER.search(expected_text)
+    if expected_number is None or expected_text[: expected_number.start()].strip():
+        return None
+    value = _value(expected_number[0])
+    numbers = [number for number in _NUMBER.finditer(text) if _value(number[0]) == value]
+    if not numbers:
+        return None
+    number = numbers[-1]
+    return _Number(
+        before=text[: number.start()].rstrip(),
+        digits=number[0],
+        rest=text[number.end() : number.end() + _MAX_REST],
+        expected_digits=expected_number[0],
+        expected_rest=expected_text[expected_number.end() :],
+    )
+
+
+def without_dollar_signs(text: str) -> str:
+    """Removes dollar signs before numbers that delimit no formula: those of ``$180*7=$1260``."""
+    pieces, end = [], 0
+    for formula in _FORMULA.finditer(text):
+        pieces += [_DOLLAR.sub("", text[end : formula.start()]), formula[0]]
+        end = formula.end()
+    return "".join([*pieces, _DOLLAR.sub("", text[end:])])
+
+
+def value_of_other_name(prompt: str, expected: str, final: str) -> bool:
+    """Returns True if a final answer has the value of a variable that is not asked for."""
+    if re.search(r"[=,<>]", expected) or not _has_question(prompt):
+        return False
+    names = _NAMED.findall(_plain(final))
+    return bool(names) and asked.is_other_name(prompt, names[-1])
+
+
+def _is_other(number: _Number, prompt: str) -> bool:
+    sentence = question.asked(prompt)
+    if _ORDINAL.match(number.rest):
+        return not (_ORDINAL.match(number.expected_rest) or _ASKS_FOR_ORDINAL.search(sentence))
+    if _BOUND.search(number.before) and not _ASKS_FOR_BOUND.search(sentence):
+        return True
+    rest = _END.split(number.rest, maxsplit=1)[0]
+    asked_thing = asked.asked_by(prompt)
     unit, words = _unit(rest)
-    if unit is not None and not _is_allowed(unit, prompt, expected_rest):
+    if unit is not None and asked_thing.is_count and _unit(number.expected_rest)[0] is None:
+        if asked_thing.nouns.isdisjoint(map(asked.stem, asked.noun_words(rest))):
+            return True
+        unit, words = None, rest  # "feet" of animals, "bars" of chocolate
+    if unit is not None and not _is_allowed(unit, prompt, number.expected_rest):
         simple, rate, period = rest.partition(
             " per "
         )  # meters per week, where the question names the week
         unit, words = _unit(simple)[0], f"{rate}{period}"
-        if not rate or unit is None or not _is_allowed(unit, prompt, expected_rest):
+        if not rate or unit is None or not _is_allowed(unit, prompt, number.expected_rest):
             return True
     is_time = unit is not None and {name for name, _ in unit.dimension} <= {"time", "months"}
-    is_until = is_time and _UNTIL.search(before) and not _asks_when(asked)
-    if is_until or _has_other_word(words, asked, expected_rest):
+    is_until = is_time and _UNTIL.search(number.before) and not _asks_when(sentence)
+    if is_until or _has_other_word(words, sentence, number.expected_rest):
         return True
-    asks_for_unit = question.asked_unit(prompt) is not None or question.asks_for_money(prompt)
-    return (
-        asks_for_unit and unit is None and not expected_rest.strip() and bool(_COUNTED.match(words))
-    )
+    return unit is None and _is_other_noun(words, asked_thing, prompt, number)
+
+
+def _is_other_noun(words: str, asked_thing: Asked, prompt: str, number: _Number) -> bool:
+    """Returns True if what follows a number counts something else than what is asked for."""
+    nouns = [*map(asked.stem, asked.noun_words(words))]
+    expected_nouns = {*map(asked.stem, asked.noun_words(number.expected_rest))}
+    allowed = asked_thing.nouns | expected_nouns
+    plurals = {asked.stem(word) for word in asked.noun_words(words) if asked.is_plural(word)}
+    if not allowed.isdisjoint(nouns):
+        return False
+    if not {*nouns[:2]}.isdisjoint(asked.GROUPS) and _has_question(prompt):
+        sentence = f"{question.asked(prompt)} {number.expected_rest}"
+        groups = {*nouns[:2]} & asked.GROUPS
+        return bool(allowed) or groups.isdisjoint(asked.stems_of(sentence))
+    if asked_thing.is_quantity:
+        names_unit = asked_thing.unit or asked_thing.is_money or asked_thing.is_per_cent
+        is_counted = bool(_COUNTED.match(words)) and not (
+            number.expected_rest.strip() or _CURRENCY_AFTER.match(words)
+        )
+        return is_counted and (
+            bool(names_unit) or question.has_unit_of(prompt, asked_thing.dimensions)
+        )
+    if not asked.GENERAL.isdisjoint(nouns):
+        return False
+    counted = plurals or ({*nouns[-1:]} if _value(number.digits) == 1 else set())
+    return bool(allowed) and not counted.isdisjoint(asked.stems_of(prompt))
 
 
 def _asks_when(asked: str) -> bool:
@@ -134,7 +247,8 @@ def _plain(text: str) -> str:
     """Returns a text without fonts, layout and delimiters of formulas."""
     previous = None
     while previous != text:
-        previous, text = text, _FONT.sub(r" \1 ", text)
+        previous, text = text, _FONT.sub(r" \1 ", _FORMULA.sub(r" \1 ", text))
+    text = re.sub(r"\s+\^", "^", _CURRENCY.sub(_MONEY, text))
     return _LAYOUT.sub(" ", _DEGREE.sub("°", text).replace("{,}", ","))
 
 
@@ -155,14 +269,14 @@ def _value(number: str) -> Fraction | None:
 
 def _unit(rest: str) -> tuple[units.Unit | None, str]:
     """Returns the longest unit that a text begins with, and the text after it."""
-    words = re.findall(r"\S+", rest)
+    words = re.findall(r"\S+", _IN_PHRASE.split(rest, maxsplit=1)[0])
     is_preposition = words[:1] == ["in"] and len(words) > 1
     if is_preposition or words[:1] == ["per"] or (words and re.match(r"[^\s\w°'\"/]", words[0])):
         return None, rest
     for end in range(min(len(words), _MAX_UNIT_WORDS), 0, -1):
         unit = units.unit_of(" ".join(words[:end]))
         if unit is not None:
-            return unit, " ".join(words[end:])
+            return unit, " ".join(rest.split(maxsplit=end)[end:])
     return None, rest
 
 
@@ -177,9 +291,17 @@ def _is_allowed(unit: units.Unit, prompt: str, expected_rest: str) -> bool:
     if asked_unit is None and question.asks_for_money(prompt):
         return False
     if asked_unit is not None:
+        if unit == question.asked_unit_of_rate(prompt):
+            return True
         is_of_temperature = asked_unit.dimension[0][0] in ("celsius", "fahrenheit")
         return asked_unit == unit or (unit.is_degree and is_of_temperature)
-    return question.mentions(prompt, unit)
+    dimensions = asked.asked_by(prompt).dimensions
+    if question.mentions(prompt, unit):
+        return not dimensions or unit.dimension in dimensions
+    is_unnamed = not question.has_unit_of(prompt, {unit.dimension}) and not question.asks_for_age(
+        prompt
+    )
+    return unit.dimension in dimensions and is_unnamed
 
 
 def _has_other_word(words: str, asked: str, expected_rest: str) -> bool:
@@ -191,8 +313,6 @@ def _has_other_word(words: str, asked: str, expected_rest: str) -> bool:
         stem = {"dai": "da", "annual": "year"}.get(noun, noun[: max(3, len(noun) - 2)])
         if noun not in _NO_NOUN and stem not in allowed:
             return True
-    if (group := _KINDS["group"].match(words)) and group[1].casefold() not in allowed:
-        return True
     relative = _KINDS["relative"].search(words)
     return (
         relative is not None

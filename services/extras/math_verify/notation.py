@@ -49,6 +49,11 @@ def _arrangements(match: re.Match[str]) -> str:
     return f"\\frac{{{total}!}}{{({total}-{chosen})!}}"
 
 
+def _interval(match: re.Match[str]) -> str:
+    opening, ends, closing = match.groups()
+    return f"{'(' if opening == ']' else '['}{ends}{')' if closing == '[' else ']'}"
+
+
 def _in_base(match: re.Match[str]) -> str:
     return f"{match[1]}_{{{_NAMES_OF_BASES.get(match[2], match[2])}}}"
 
@@ -58,6 +63,8 @@ def _constant(match: re.Match[str]) -> str:
     return match[0] if is_other_name else f"{match['value']}C{match['end']}"
 
 
+_INTERVAL: Final = re.compile(r"\s*\$?(?:\\left)?[(\[][^()\[\]]+,[^()\[\]]+[)\]]\$?\s*")
+_OUTWARD_BRACKETS: Final = re.compile(r"^\s*\$?([\[\]])([^()\[\]]+,[^()\[\]]+)([\[\]])\$?\s*$")
 _RULES: Final[
     tuple[tuple[re.Pattern[str], re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
 ] = (
@@ -65,6 +72,7 @@ _RULES: Final[
     (_NUMBER, _ARRANGEMENTS, _arrangements),
     (_NUMBER, _REMAINDER, r"\1"),
     (_WITH_UNIT, _DECIMAL_COMMA, r"\1.\2"),
+    (_INTERVAL, _OUTWARD_BRACKETS, _interval),
     (_BASE, _IN_BASE, _in_base),
     (_CONSTANT, _OWN_CONSTANT, _constant),
 )

@@ -8,16 +8,14 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Final
 
-_SIGNS: Final = "€£¥₹₩₽₺₱₫฿₦₪₴₸₵₡₲₭₮₼₾元円원"
-_CODES: Final = (
+SIGNS: Final = "€£¥₹₩₽₺₱₫฿₦₪₴₸₵₡₲₭₮₼₾元円원"
+CODES: Final = (
     r"USD|EUR|GBP|INR|JPY|CNY|RMB|CHF|AUD|CAD|NZD|HKD|SGD|TWD|KRW|RUB|TRY|BRL|MXN|ZAR|SEK|NOK|DKK|ISK|PLN"
     r"|CZK|HUF|RON|THB|IDR|MYR|PHP|VND|NGN|KES|EGP|ILS|SAR|AED|PKR|BDT|LKR|Rs\.?|kr\.?|Kč|zł|Ft"
 )
 _FONT: Final = r"\\(?:text\w*|mathrm|mbox|operatorname)\s*\{\s*"
 _SPACE: Final = r"(?:[\s~]|\\[,;:! ])*"
-_NAME: Final = (
-    rf"(?:{_CODES}|[{_SIGNS}]|\\(?:euro|pounds|EUR|texteuro|rupee)(?![A-Za-z])(?:\{{\}})?)"
-)
+_NAME: Final = rf"(?:{CODES}|[{SIGNS}]|\\(?:euro|pounds|EUR|texteuro|rupee)(?![A-Za-z])(?:\{{\}})?)"
 _CURRENCY_BEFORE: Final = re.compile(
     rf"(?<![A-Za-z\\])(?:{_FONT}{_NAME}\s*\}}|{_NAME}){_SPACE}(?=-?\$?-?\.?\d)"
 )
@@ -149,6 +147,11 @@ _PARTS: Final[Mapping[str, int]] = {
 }
 _NEGATIVE: Final = ("minus", "negative")
 _ORDERS: Final = ("thousand", "million", "billion", "trillion")
+_WORD_OF_NUMBER: Final = rf"(?:{'|'.join((*_UNITS, *_TENS, *_ORDERS))}|hundred)"
+_WORDS_OF_NUMBER: Final = re.compile(
+    rf"\b{_WORD_OF_NUMBER}(?:(?:\s+|-|,\s+|\s+and\s+){_WORD_OF_NUMBER})*\b(?!\s*(?:and\s+a\s+|dozen|times))",
+    re.IGNORECASE,
+)
 _MAX_WORDS: Final = 16
 _MAX_NOUN_WORDS: Final = 3
 _NOUN: Final = re.compile(
@@ -321,6 +324,15 @@ def with_digits(answer: str) -> str:
         if is_noun and (number := number_of_words(" ".join(words[:end]))) is not None:
             return " ".join([number, *noun])
     return answer
+
+
+def with_digits_in_line(line: str) -> str:
+    """Writes the only number of a line, which is in words, in digits: ``He has twelve apples left``."""
+    runs = [run for run in _WORDS_OF_NUMBER.finditer(line) if number_of_words(run[0]) is not None]
+    if len(runs) != 1 or re.search(r"\d", line):
+        return line
+    run = runs[0]
+    return f"{line[: run.start()]}{number_of_words(run[0])}{line[run.end() :]}"
 
 
 def in_dollars(response: str) -> str:

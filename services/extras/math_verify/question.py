@@ -5,6 +5,7 @@ answer only to "how many more". Without a question, these are other answers than
 """
 
 import re
+from collections.abc import Set
 from itertools import product
 from math import prod
 from typing import Final
@@ -35,13 +36,22 @@ _UNIT_WORD: Final = re.compile(
     r"((?<![A-Za-z])[A-Za-zμ°][A-Za-zμ°]*(?:/[A-Za-z]+)?(?:\^[23])?|(?<=\d)['\"])"
 )
 _FONT: Final = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{([^{}]*)\}")
+_VERB: Final = re.compile(
+    r"\b(?:do|does|did|is|are|was|were|will|would|can|could|should|has|have|had|must)\b",
+    re.IGNORECASE,
+)
+_SCALE_WORD: Final = re.compile(
+    r"\bhow\s+many\s+(?:(?:more|full|whole|total)\s+)?(?:dozens?|hundreds|thousands|millions|billions)\b",
+    re.IGNORECASE,
+)
 _PLAIN: Final = re.compile(
     r"\s*-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*\\(?:times|cdot)\s*10\s*\^\s*\{?-?\d+\}?)?\s*"
 )
 _VALUE_OF: Final = r"\b(?:of|is|find|for|compute|evaluate|calculate|determine|what['\u2019]s)"
 _IN_CENTS: Final = re.compile(r"\b(?:in|how\s+many|of)\s+cents\b", re.IGNORECASE)
 _ASKS_FOR_MONEY: Final = re.compile(
-    r"\b(?:how\s+many|in)\s+(?:US\s+)?dollars\b|\bhow\s+much\b[^.?!]*\b(?:money|pays?|costs?|spen[dt]|earn|owe|charge)\b"
+    r"\b(?:how\s+many|in)\s+(?:US\s+)?dollars\b|\bhow\s+much\b(?!\s+time)[^.?!]*\b(?:money|pays?|costs?|spen[dt]|earn|owe|charge)\b"
+    r"|\bwhat\s+(?:do|does|did|will|must|would|should)\s[^.?!]*\b(?:cost|pay|owe|earn|charge)\b"
     r"|\bwhat\s+(?:is|was|will\s+be)\s+(?:the|its|his|her|their)\s+(?:\w+\s+){0,2}(?:cost|price|profit)\b",
     re.IGNORECASE,
 )
@@ -67,7 +77,11 @@ _RATIO: Final = re.compile(
 )
 _RATIO_WORD: Final = re.compile(r"\b(?:ratios?|proportions?|odds|scale)\b", re.IGNORECASE)
 _CLOCK: Final = re.compile(r"\$?(\d{1,2})\s*:\s*(\d\d)\$?")
-_DIFFERENCE: Final = re.compile(r"\bdifferences?\b|\bdiffers?\b|\bcompared?\b", re.IGNORECASE)
+_DIFFERENCE: Final = re.compile(
+    r"\bdifferences?\b|\bdiffers?\b|\bcompared?\b|\bhow\s+(?:much|many)\s+(?:longer|shorter|older|younger|taller|faster|slower)\b"
+    r"|\bhow\s+many\s+(?:additional|extra|other)\b",
+    re.IGNORECASE,
+)
 _AFTER_NUMBER: Final = r"(?<=\d)(?:\s|[}$~]|\\[,;:! ]|\\\))*(?:\\text\w*\s*\{\s*)?\s*"
 _WORDS: Final = (
     r"more|less|fewer|too\s+(?:many|few|much|little)|short|higher|lower|above|below|left\s+over"
@@ -107,11 +121,18 @@ def asked_unit(question: str) -> units.Unit | None:
     return unit and unit[1]
 
 
+def asked_unit_of_rate(question: str) -> units.Unit | None:
+    """Returns ``miles`` for "How many miles per day?", which an answer may shorten; else None."""
+    unit = _asked(question)
+    amount, period = unit[0].split(" per ", 1) if unit and " per " in unit[0] else ("", "")
+    return units.unit_of(amount) if period else None
+
+
 def _asked(question: str) -> tuple[str, units.Unit] | None:
     text = _FONT.sub(r" \1 ", asked(question)).replace("$", " ")
     requested = None
     for place in _ASKED_UNIT.finditer(text):
-        words = text[place.end() :].split()[:4]
+        words = _VERB.split(text[place.end() :], maxsplit=1)[0].split()[:4]
         for end in range(len(words), 0, -1):
             name = " ".join(words[:end]).rstrip(".?,!;:")
             unit = units.unit_of(name)
@@ -150,6 +171,11 @@ def asks_for_cents(question: str) -> bool:
     return bool(_IN_CENTS.search(asked(question)))
 
 
+def asks_for_scale(question: str) -> bool:
+    """Returns True if a question asks for a number of dozens or of millions."""
+    return bool(_SCALE_WORD.search(question))
+
+
 def asks_for_money(question: str) -> bool:
     """Returns True if a question asks for an amount of money, and not how many things it buys."""
     text = asked(question)
@@ -164,6 +190,22 @@ def asks_for_dollars(question: str) -> bool:
     if _DOLLARS.search(text):
         return True
     return bool(_DOLLARS.search(question) or _MONEY.search(text)) and not _CENTS.search(question)
+
+
+def asks_for_age(question: str) -> bool:
+    """Returns True if a question is about an age, which is in years if it names no unit."""
+    return bool(_AGE.search(question))
+
+
+def has_money(question: str) -> bool:
+    """Returns True if a question is about money."""
+    return bool(_DOLLARS.search(question) or _CENTS.search(question) or _MONEY.search(question))
+
+
+def has_unit_of(question: str, dimensions: Set[tuple[tuple[str, int], ...]]) -> bool:
+    """Returns True if a question has a unit of one of the dimensions, or of their base."""
+    names = {name for dimension in dimensions for name, _ in dimension}
+    return any({name for name, _ in unit.dimension} <= names for unit in _units_of(question))
 
 
 def mentions(question: str, unit: units.Unit) -> bool:
@@ -227,6 +269,33 @@ def is_comparison(answer: str) -> bool:
     return bool(_BARE_COMPARISON.match(answer))
 
 
+_CONDITION: Final = re.compile(
+    r"\s+(?=(?:in|over|after|for|during|within|on|at|by|with|from)\s+(?:[a-z]+\s+){0,5}?\d[^=\n]*$)"
+)
+_NUMBER_OF: Final = re.compile(r"\d[\d,.]*(?:\s+[A-Za-z]+)?")
+_ASKED_BOUND: Final = re.compile(
+    r"\b(after|before|until|at\s+least|at\s+most|more\s+than|less\s+than)\s+how\s+(?:many|much|long)\b",
+    re.IGNORECASE,
+)
+
+
+def without_echo(question: str, response: str) -> str:
+    """Removes words of the question from a last line: ``in 5 days`` at its end, ``after`` before a number."""
+    line = response.rstrip().rpartition("\n")[2]
+    shortened = line
+    for condition in _CONDITION.finditer(line):
+        before, after = line[: condition.start()], line[condition.end() :]
+        if re.search(r"\d", before) and all(
+            re.search(rf"(?<![\d.,]){re.escape(number)}\b", question, re.IGNORECASE)
+            for number in _NUMBER_OF.findall(after.rstrip(" .!"))
+        ):
+            shortened = before
+            break
+    if bound := _ASKED_BOUND.search(question):
+        shortened = re.sub(rf"\b{bound[1]}\s+(?=\d)", "", shortened, flags=re.IGNORECASE)
+    return response.rstrip()[: -len(line)] + shortened if shortened != line else response
+
+
 _DOUBT: Final = r"but|or|however|although|though|unless|except|maybe|perhaps|possibly"
 _ANSWERED: Final = re.compile(
     rf"^(\s*(?:yes|true)[,.;:]\s+(?!.*\b(?:no|not|never|false|wrong|incorrect|fails?|{_DOUBT})\b|.*n['\u2019]t\b).*"
@@ -248,7 +317,7 @@ def without_reason(response: str) -> str:
 
     def shortened(match: re.Match[str]) -> str:
         before = match["before"] or ""
-        is_answer = re.search(r"\d", before) or len(before.split()) <= _MAX_WORDS_BEFORE
+        is_answer = re.search(r"\d", before) or 0 < len(before.split()) <= _MAX_WORDS_BEFORE
         return before if is_answer or match["before"] is None else match[0]
 
     if _ANSWERED.match(response.strip()):

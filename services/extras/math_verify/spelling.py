@@ -65,8 +65,8 @@ _CHANGED_LAST_NUMBER = re.compile(
     re.IGNORECASE,
 )
 _BOUND = re.compile(
-    r"^\W*(?:before|after|until|since|at\s+(?:least|most)|(?:more|less|fewer|greater)\s+than|over|under|above|below|between|no|>|<)\s*"
-    r"(?:\\?\$|\\\()?\s*-?[\d.]",
+    r"^\W*(?:(?:before|after|until|since|over|under|above|below)\s*(?:\\?\$|\\\()?\s*-?[\d.,]+[^\d]*$"
+    r"|(?:at\s+(?:least|most)|(?:more|less|fewer|greater)\s+than|between|no|>|<)\s*(?:\\?\$|\\\()?\s*-?[\d.])",
     re.IGNORECASE,
 )
 _SIGN_WORD = re.compile(
@@ -142,6 +142,8 @@ _GROUPED = re.compile(r"[\s$]*-?\d{1,3}(?:,\d{3})+(?:\.\d+)?[\s$]*")
 _POWER_OF_TEN = re.compile(r"(\d)[eE]([+-]?\d+)")
 _LETTER_TIMES = re.compile(r"(\d)\s*x\s*10\s*\^")
 _FUNCTION = re.compile(r"(?<![\\A-Za-z{])(ln|log|sin|cos|tan)(?=[\s(]*[\dA-Za-z\\])(?![A-Za-z]{2})")
+_FUNCTION_OF_LETTER = re.compile(r"\\(ln|log|sin|cos|tan|exp)\s+([A-Za-z])\s*(?=\\cdot|\*)")
+"""Before a product, of which the library would take the rest as the argument, too."""
 _MIXED = re.compile(r"(\d)\s+(\d+)/(\d+)(?!\d)")
 _TIMES_FRACTION = re.compile(r"(?<![\w.^}\\])(\d+)\s*\((?=-?\d+\s*/\s*\d+\))")
 _ALL = re.compile(r"^\\text\w*\s*\{\s*all\b[^{}]*\}(?=.*(?:[<>]|\\[lg]e))")
@@ -287,6 +289,7 @@ _MAGNITUDE = re.compile(
     r"(?<=\d)(?:[\s~]|\\[,;:! ])*(\\text\w*\s*\{\s*)?(thousand|million|billion|trillion)s?\b"
 )
 _PER_CENT = re.compile(r"(?<![\w.,])(\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)((?:\s|[$}])*)\\?%")
+_SHARE_BEFORE_PER_CENT = re.compile(r"^[^\n=%A-Za-z]*=\s*(?=[\d.]+\s*\\?%[\s.$]*$)", re.MULTILINE)
 _WHOLE_PER_CENT = re.compile(r"\s*\$?([^%$]+?)(?:\s|\$)*\\?%[\s.$]*")
 _REFUSAL = re.compile(
     r"\bI\s*(?:(?:can\s*not|do\s+not|am\s+(?:not|unable|sorry)|will\s+not)\b|['\u2019]m\s+(?:not|unable|sorry)\b"
@@ -632,7 +635,8 @@ def _decimal_share(number: str) -> str:
 
 
 def without_per_cent(answer: str) -> str:
-    """Removes percent signs, and ``per cent`` after words."""
+    """Removes percent signs, ``per cent`` after words, and the share before ``= 45%``."""
+    answer = _SHARE_BEFORE_PER_CENT.sub("", answer)
     answer = re.sub(r"(?<=[a-z])\s+per\s?cent(?:age\s+points?)?\b", "", answer, flags=re.IGNORECASE)
     return answer.replace("\\%", "").replace("%", "")
 
@@ -698,6 +702,7 @@ def as_latex(answer: str) -> str:
     tidy = _NUMBER_SET.sub(r"\\mathbb{\1}", _LETTER.sub(r" \1\2\3", tidy))
     tidy = _SPELLED_OTHERWISE.sub(lambda match: _SAME_SIGN[match[0]], tidy)
     tidy = _FUNCTION.sub(r"\\\1", _LETTER_TIMES.sub(r"\1\\times 10^", tidy))
+    tidy = _FUNCTION_OF_LETTER.sub(r"\\\1(\2)", tidy)
     tidy = _POWER_OF_TEN.sub(r"\1\\times 10^{\2}", _ORDINAL.sub("", tidy))
     tidy = _MIXED.sub(r"\1\\frac{\2}{\3}", _ALL.sub("", tidy))
     tidy = _TIMES_FRACTION.sub(r"\1\\cdot(", tidy)
