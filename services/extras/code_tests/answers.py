@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from services.extras.code_tests.judging.source import (
     MODULES,
+    NO_PYTHON,
     builtin_under_test,
     free_names,
     is_check,
@@ -124,7 +125,7 @@ def _parsed(value: Any) -> Any:
         for parse in (json.loads, ast.literal_eval):
             try:
                 return parse(value.strip())
-            except (ValueError, SyntaxError, RecursionError, MemoryError):
+            except NO_PYTHON:
                 continue
     as_list = getattr(value, "tolist", None)
     return as_list() if callable(as_list) else value
@@ -280,7 +281,7 @@ def _written_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
             return positional, {
                 str(argument.arg): _literal(argument.value) for argument in call.keywords
             }
-        except (SyntaxError, ValueError) as error:
+        except NO_PYTHON as error:
             raise _refused(f"got the arguments {text!r:.80}, which are no values") from error
     return [_value(line) for line in text.splitlines() if line.strip()], {}
 
@@ -302,7 +303,7 @@ def _value(text: str) -> Any:
     for reader in readers:
         try:
             return reader(text.strip())
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+        except NO_PYTHON:
             continue
     return text
 
@@ -324,7 +325,7 @@ def _tree(code: Any) -> ast.Module:
     try:
         tree = ast.parse(code)
         compile(code, "tests.py", "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except NO_PYTHON as error:
         raise _refused(f"got text that is neither JSON nor Python: {code.strip()!r:.80}") from error
     return ast.Module([node for node in tree.body if not _starts_tests(node)], [])
 
@@ -459,7 +460,7 @@ def _program_prelude(row: Mapping[str, Any]) -> tuple[str, ...]:
     prompt = row.get("prompt")
     try:
         tree = ast.parse(prompt) if isinstance(prompt, str) else ast.Module([], [])
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except NO_PYTHON:
         return ()
     defining = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
     return (str(prompt),) if any(isinstance(node, defining) for node in tree.body) else ()

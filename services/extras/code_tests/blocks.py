@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from services.extras.code_tests.judging.source import MODULES, free_names
+from services.extras.code_tests.judging.source import MODULES, NO_PYTHON, free_names
 
 _OPENING: Final = re.compile(r"^[ \t]*(?:>[ \t]?)*(?:(?:[-*+]|\d+[.)])[ \t]+)?(`{3,}|~{3,})(.*)$")
 _INLINE: Final = re.compile(r"`{3,}(?:(?:python3?|py)[ \t]+)?([^`]+?)[ \t]*`{3,}", re.IGNORECASE)
@@ -189,7 +189,7 @@ def _does_something(text: str) -> bool:
     """Returns False for output, which may be valid Python, such as ``6``."""
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except NO_PYTHON:
         return False
     return any(
         not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call) for node in tree.body
@@ -197,9 +197,10 @@ def _does_something(text: str) -> bool:
 
 
 def compiles(text: str) -> bool:
-    """Returns True if a text is a Python program."""
+    """Returns True if a text is a Python program that can also be read as a tree."""
     try:
+        ast.parse(text)  # fails at a smaller depth of expressions than compile
         compile(text, "program.py", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except NO_PYTHON:
         return False
     return True

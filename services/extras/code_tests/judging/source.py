@@ -14,6 +14,8 @@ MODULES: Final = (MODULE, "your_module", "submission", "program", "main")
 LAST_LINE: Final = "end\n"
 """Text that the judge writes after its last verdict."""
 _CHECKING: Final = re.compile(r"(?i)_?(?:assert|raises|fail)")
+NO_PYTHON: Final = (SyntaxError, ValueError, RecursionError, MemoryError, SystemError)
+"""Errors of a text that is no Python; Python 3.11 has SystemError for some expressions that are too deep."""
 
 
 def free_names(source: str) -> set[str]:

@@ -480,6 +480,21 @@ def test_a_program_is_found_in_every_fence() -> None:
         assert names["mul"](2, 3) == 6
 
 
+@pytest.mark.parametrize("depth", [1_000, 1_800, 3_500])
+@pytest.mark.parametrize("chain", ["1 + ", "-", "not "])
+def test_an_expression_that_is_too_deep_for_a_tree_fails_no_reward(chain: str, depth: int) -> None:
+    program = f"x = {chain * depth}1"
+
+    def found(depth_of_call: int) -> str:
+        return (
+            found(depth_of_call - 1)
+            if depth_of_call
+            else find_program(f"```python\n{program}\n```")
+        )
+
+    assert found(500).strip() == program
+
+
 def test_the_last_program_counts() -> None:
     blocks = "```python\na = 1\n```\ntext\n```python\na = 2\n```\n```\na = 3\n```\n```python\n>>> a\n2\n```"
     assert find_program(blocks) == "a = 2\n"
