@@ -125,7 +125,7 @@ def is_amount_of_money(prompt: str, expected: str, final: str) -> bool:
         return False
     is_money = number.before.endswith(_MONEY) or bool(_CURRENCY_AFTER.match(number.rest))
     asked_thing = asked.asked_by(prompt)
-    if not is_money or asked_thing.is_money:
+    if not is_money or asked_thing.is_money or question.asks_for_amount(prompt):
         return False
     is_known = asked_thing.is_count or asked_thing.is_quantity
     return is_known or not question.has_money(prompt)

@@ -182,6 +182,11 @@ def asks_for_money(question: str) -> bool:
     return bool(_ASKS_FOR_MONEY.search(text)) and not _COUNTS_THINGS.search(text)
 
 
+def asks_for_amount(question: str) -> bool:
+    """Returns True if a question asks for an amount of money, perhaps beside other things."""
+    return bool(_ASKS_FOR_MONEY.search(asked(question)))
+
+
 def asks_for_dollars(question: str) -> bool:
     """Returns True if an amount that answers a question is in dollars, so that cents are hundredths."""
     text = asked(question)

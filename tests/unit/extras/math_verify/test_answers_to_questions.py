@@ -44,6 +44,8 @@ def test_right_answers_score_1_and_wrong_ones_0(kind: str) -> None:
         ("How many more apples has Ann?", "72", "\\boxed{72 \\text{ fewer}}", 0.0),
         ("What is the difference?", "72", "Ann has 72 fewer apples.", 1.0),
         ("Solve for x.", "3", "\\boxed{2x = 3}", 0.0),
+        ("Compute how many gallons fit. How much will it cost to fill it?", "826", "$826", 1.0),
+        ("Compute how many gallons fit.", "826", "$826", 0.0),
         ("What is 2x?", "3", "\\boxed{2x = 3}", 1.0),
     ],
 )
