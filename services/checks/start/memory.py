@@ -199,10 +199,7 @@ def smallest_change(
 
     def fits(change: _Changes) -> bool:
         variant = _with(spec, change)
-        if next(
-            chain(placement(variant), parallelism(variant), train_engine(variant)),
-            "",
-        ):
+        if next(chain(placement(variant), parallelism(variant), train_engine(variant)), ""):
             return False
         try:
             memory = _planned(variant, config, gpu_bytes=gpu_bytes, gpus=gpus)

@@ -128,11 +128,7 @@ def _image_reader(spec: RunSpec, tokenizer: Tokenizer) -> "ImageReader | None":
     from services.rollout.data.images import ImageReader
 
     return ImageReader(
-        spec.model,
-        spec.data,
-        tokenizer,
-        allowance=CodePolicy(),
-        reach=AddressPolicy(),
+        spec.model, spec.data, tokenizer, allowance=CodePolicy(), reach=AddressPolicy()
     )
 
 

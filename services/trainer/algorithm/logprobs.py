@@ -85,9 +85,7 @@ def token_logprobs(
 
 
 def bounded_logits(
-    products: Tensor,
-    excluded: Tensor | None,
-    numbers: _Numbers,
+    products: Tensor, excluded: Tensor | None, numbers: _Numbers
 ) -> tuple[Tensor, Tensor | float]:
     """Returns ``[C, V]`` float32 logits over the temperature, and their derivative by the products.
 
@@ -105,10 +103,7 @@ def bounded_logits(
 
 
 def _reduce(
-    products: Tensor,
-    targets: Tensor,
-    excluded: Tensor | None,
-    numbers: _Numbers,
+    products: Tensor, targets: Tensor, excluded: Tensor | None, numbers: _Numbers
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns logprob of the target, log-normalizer and entropy, each ``[C]``."""
     scaled, _ = bounded_logits(products, excluded, numbers)
@@ -119,10 +114,7 @@ def _reduce(
 
 
 def _reduce_as_torch(
-    products: Tensor,
-    targets: Tensor,
-    excluded: Tensor | None,
-    numbers: _Numbers,
+    products: Tensor, targets: Tensor, excluded: Tensor | None, numbers: _Numbers
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes :func:`_reduce` with the operators by which the engine torch computes logprobs."""
     scale, cap, temperature = numbers
@@ -137,10 +129,7 @@ def _reduce_as_torch(
 
 
 def _reduce_as_vllm(
-    products: Tensor,
-    targets: Tensor,
-    excluded: Tensor | None,
-    numbers: _Numbers,
+    products: Tensor, targets: Tensor, excluded: Tensor | None, numbers: _Numbers
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes :func:`_reduce` with the operators of vLLM's sampler."""
     _, _, temperature = numbers

@@ -112,12 +112,7 @@ def shard_of(
 
 
 def plan_step(
-    share: RankShard,
-    samples: Samples,
-    *,
-    bounds: Bounds,
-    ranks: Ranks,
-    shares_prefixes: bool,
+    share: RankShard, samples: Samples, *, bounds: Bounds, ranks: Ranks, shares_prefixes: bool
 ) -> StepPlan:
     """Divides a rank's samples into micro-batches. All ranks must call it.
 

@@ -44,11 +44,7 @@ class LoadedCritic:
 
 
 def build_rank(
-    spec: RunSpec,
-    settings: TrainerSettings,
-    *,
-    transfers: Transfers,
-    progress: Progress,
+    spec: RunSpec, settings: TrainerSettings, *, transfers: Transfers, progress: Progress
 ) -> LoadedRank:
     """Loads the policy, its reference and critic if needed, and the newest checkpoint.
 

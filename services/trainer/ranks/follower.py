@@ -28,11 +28,7 @@ class Follower:
     """Executes the commands of rank 0."""
 
     def __init__(
-        self,
-        command_group: CommandGroup,
-        rank: Rank,
-        *,
-        values: FieldScoring | None = None,
+        self, command_group: CommandGroup, rank: Rank, *, values: FieldScoring | None = None
     ) -> None:
         self._command_group = command_group
         self._rank = rank

@@ -15,12 +15,7 @@ from services.common.task_group import until_first
 from services.trainer.checkpoint.compatibility import OtherCheckpointError
 from services.trainer.checkpoint.manifest import UnusableCheckpointError
 from services.trainer.engines.base import Progress
-from services.trainer.ranks.command_group import (
-    Command,
-    CommandGroup,
-    CommandKind,
-    RankFailedError,
-)
+from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind, RankFailedError
 from services.trainer.settings import TrainerSettings
 from services.trainer.transfers import QueueTransfers
 from services.wire.controller import WorkerSession
@@ -57,11 +52,7 @@ class FollowerStart:
         """Loads this rank's models."""
         spec = await asyncio.to_thread(_on_this_host, self.spec, self.settings)
         return await asyncio.to_thread(
-            build,
-            spec,
-            self.settings,
-            transfers=self.transfers,
-            progress=lambda activity: None,
+            build, spec, self.settings, transfers=self.transfers, progress=lambda activity: None
         )
 
 

@@ -67,18 +67,11 @@ class CriticRunner:
         own_rate = spec.critic.learning_rate
         changes = {} if own_rate is None else {"learning_rate": own_rate}
         self.updates = Updates(
-            engine,
-            spec.trainer.optimizer.model_copy(update=changes),
-            trainer=spec.trainer,
+            engine, spec.trainer.optimizer.model_copy(update=changes), trainer=spec.trainer
         )
 
     def update(
-        self,
-        samples: Samples,
-        work: Micros,
-        *,
-        tally: MetricTotals,
-        num_steps: int,
+        self, samples: Samples, work: Micros, *, tally: MetricTotals, num_steps: int
     ) -> Outcome:
         """Runs one optimizer update towards ``returns``; returns its outcome. All ranks must call it.
 

@@ -29,13 +29,7 @@ class FieldScoring:
     """
 
     def __init__(
-        self,
-        field: str,
-        engine: TrainEngine,
-        *,
-        fetch: Fetch,
-        add: Add,
-        shares_prefixes: bool,
+        self, field: str, engine: TrainEngine, *, fetch: Fetch, add: Add, shares_prefixes: bool
     ) -> None:
         self.field = field
         self._engine = engine

@@ -92,12 +92,7 @@ class StepAccumulator:
         prompts, responses = samples.prompts.values, samples.responses.values
         trained = int(samples.tokens["loss_mask"].sum())
         self.sizes += torch.tensor(
-            [
-                int(samples.is_first.sum()),
-                len(prompts) + len(responses),
-                len(responses),
-                trained,
-            ]
+            [int(samples.is_first.sum()), len(prompts) + len(responses), len(responses), trained]
         )
         self.num_samples += len(cohort.lengths)
         self.seconds += seconds

@@ -227,11 +227,7 @@ class StepRunner:
             samples = self._with_advantages(samples, cohort, tally)
             samples = self._objective.look_ahead(samples, self._ranks)
         describe_batch(
-            weight_version,
-            samples,
-            cohort,
-            tally,
-            max_staleness=self._spec.algorithm.max_staleness,
+            weight_version, samples, cohort, tally, max_staleness=self._spec.algorithm.max_staleness
         )
         return samples, plan
 
@@ -283,12 +279,7 @@ class StepRunner:
         return samples.with_tokens(advantages=credit.advantages)
 
     def _update(
-        self,
-        samples: Samples,
-        work: Micros,
-        early: StepAccumulator,
-        *,
-        trains_policy: bool,
+        self, samples: Samples, work: Micros, early: StepAccumulator, *, trains_policy: bool
     ) -> tuple[Update, Passes[PolicyLoss]]:
         passes = self._add(samples, work, early, may_repeat=early.unit is None)
         counts, scale = passes.loss_of.counts, None
@@ -353,11 +344,7 @@ class StepRunner:
 
         with early.timer("forward_backward"):
             passes = self.engine.forward_backward(
-                samples,
-                work,
-                make_loss,
-                may_repeat=may_repeat,
-                loss_scale=self._updates.loss_scale,
+                samples, work, make_loss, may_repeat=may_repeat, loss_scale=self._updates.loss_scale
             )
         if self.on_trained is not None:
             for micro_batch, logprobs in passes.loss_of.trained:

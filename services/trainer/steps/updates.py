@@ -148,9 +148,7 @@ class Updates:
         rate, is_finite = 0.0, math.isfinite(loss)
         if moves and is_finite:
             rate = learning_rate(
-                self._spec,
-                update=self.count + 1,
-                num_updates=num_steps * self._updates_per_step,
+                self._spec, update=self.count + 1, num_updates=num_steps * self._updates_per_step
             )
         if self._scale is not None:
             scale = (torch.ones(()) if scale is None else scale) / self._scale.value

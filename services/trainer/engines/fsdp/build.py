@@ -16,12 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from services.common.memory.trainer import (
-    Stays,
-    compiles_asleep,
-    fitted,
-    resident_memory,
-)
+from services.common.memory.trainer import Stays, compiles_asleep, fitted, resident_memory
 from services.common.models.loading import (
     build_model,
     check_free_memory,
@@ -65,10 +60,7 @@ def build(args: EngineArgs) -> dict[ModelRole, TrainEngine]:
     """
     settings = args.settings
     topology = build_topology(
-        args.spec.trainer,
-        device=args.device,
-        rank=settings.rank,
-        world_size=settings.world_size,
+        args.spec.trainer, device=args.device, rank=settings.rank, world_size=settings.world_size
     )
     spec = fitted_to_gpu(args.spec, settings, device=topology.device)
     oom_limits = load_oom_limits(settings, spec.trainer, ranks=topology.data)

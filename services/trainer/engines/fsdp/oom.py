@@ -159,12 +159,7 @@ class OomRetry:
     """
 
     def __init__(
-        self,
-        module: Policy | Critic,
-        spec: RunSpec,
-        *,
-        device: torch.device,
-        oom_limits: OomLimits,
+        self, module: Policy | Critic, spec: RunSpec, *, device: torch.device, oom_limits: OomLimits
     ) -> None:
         self._module = module
         self._spec = spec

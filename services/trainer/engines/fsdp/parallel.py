@@ -40,12 +40,7 @@ from services.trainer.batch.context import ContextRanks
 from services.trainer.collectives import Ranks, join_processes
 from services.trainer.engines.fsdp.activations import compiled, set_up_activations
 from services.trainer.engines.fsdp.casting import casts_weights
-from services.trainer.model.experts import (
-    ExpertRanks,
-    SummedGradient,
-    TokenPeers,
-    share_experts,
-)
+from services.trainer.model.experts import ExpertRanks, SummedGradient, TokenPeers, share_experts
 from services.trainer.model.policy import Critic, Policy
 
 
@@ -187,9 +182,7 @@ def distribute(module: Policy | Critic, spec: TrainerSpec, topology: RankTopolog
     )
     if topology.context is not None:
         _check_model(
-            module,
-            tensor_parallel=spec.tensor_parallel,
-            context_parallel=spec.context_parallel,
+            module, tensor_parallel=spec.tensor_parallel, context_parallel=spec.context_parallel
         )
         module.context = topology.context
     _divide(module, layers, spec, topology)
