@@ -127,8 +127,8 @@ _CACHED_ACTIVATIONS: Final = 0.047
 # Driver context, CUDA's libraries and compiled kernels.
 _FLOAT32: Final = 4
 _MOMENTS: Final = 2 * _FLOAT32
-# Chunks of logits and tensors derived from them; see ``trainer/algorithm/logprobs.py``.
-_LOGITS: Final = 5.0e9
+# Logits of a chunk; see ``trainer/algorithm/logprobs.py``.
+_CHUNK_BYTES: Final = 24 * (1 << 30) // 10
 _CONTEXT: Final = 1.8e9
 # Memory of a sleeping engine besides received weights: contexts, graphs, buffers of its
 # collectives.
@@ -146,6 +146,9 @@ ROOM: Final = 256 << 20
 _HIDDENS, _QUERIES, _KEY_VALUES, _FEED_FORWARD = 4, 2, 2, 3
 # The same for ``selective``, whose feed-forward part keeps gate and up.
 _SELECTED_HIDDENS, _SELECTED_FEED_FORWARD = 3, 2
+_GATHERED, _GRADIENTS = "weights gathered for a forward pass", "gradients of a pass"
+_HEAD_MULTIPLE: Final = 8
+"""Multiple to which attention pads heads; see ``trainer/batch/attention.py``."""
 # Two layers of each of two kinds; see ``trainer/engines/fsdp/compiling.py``.
 _COMPILED_LAYERS: Final = 4
 # Layers whose activations are on the GPU if they are offloaded: one that computes, one in transfer.
@@ -298,16 +301,14 @@ def _memory_of_stage(
         sharded = trained / ranks + critics * sharded
         computed = trained / trainer.tensor_parallel + critics * computed
     optimizer = OPTIMIZERS[trainer.optimizer.kind]
-    activations = _activations(
-        trainer, config, item=item, layers=stage.num_layers, num_packs=stage.num_packs
-    )
     num_tokens = _max_micro_batch_tokens(spec)
     gathers_all = trainer.keeps_gathered and not trainer.offloads_weights
     gathered = 0.0
-    if _has_mesh(trainer):
+    if gathers_all and _has_mesh(trainer):
         gathered = item * computed
-        if not gathers_all:
-            gathered = (1 + critics) * _gathered(trainer, config, shapes, item=item)
+    elif _has_mesh(trainer) and not trainer.casts_by_layer:
+        gathered = (1 + critics) * _gathered(trainer, config, shapes, item=item)
+    peak, offloaded = _passes(spec, config, stage, item=item)
     sizes = {
         "weights, float32": _FLOAT32 * sharded,
         "weights, frozen": base / frozen_ranks if trainer.lora is not None else 0.0,
@@ -315,11 +316,10 @@ def _memory_of_stage(
         if optimizer.state_bytes
         else _MOMENTS * sharded,
         "gradients": _FLOAT32 * (computed if gathers_all else sharded),
-        "weights gathered for a forward pass": gathered,
         "a weight, dequantized": 0.0 if base_dtype is None else item * largest_quantized(shapes),
         "moments, dequantized": optimizer.working_bytes,
-        "activations": num_tokens * activations.here,
-        "logits": stage.has_head * min(_LOGITS, 3.0 * _FLOAT32 * config.vocab_size * num_tokens),
+        **peak,
+        _GATHERED: gathered + peak.get(_GATHERED, 0.0),
         "states between stages": _exchanged(trainer, config, item=item, num_packs=stage.num_packs)
         * num_tokens,
         "weights in transfer": _sent(spec, shapes),
@@ -338,7 +338,7 @@ def _memory_of_stage(
         cached += sizes["gradients"]
     moved_names = {False: (), "optimizer": ("optimizer",), True: STATE}[trainer.cpu_offload]
     host = {name: sizes.pop(name) for name in moved_names if name in sizes}
-    host["activations"] = num_tokens * activations.there
+    host["activations"] = offloaded
     if MODES[spec.weight_sync.mode].copies_to_host and sent_adapters(spec, shapes) is None:
         host["weights in transfer"] = _weight_copy(spec, shapes)[0]
     return TrainerMemory(
@@ -389,14 +389,9 @@ def _computed(trainer: TrainerSpec, shapes: Shapes) -> float:
 def _gathered(
     trainer: TrainerSpec, config: PretrainedConfig, shapes: Shapes, *, item: int
 ) -> float:
-    """Returns the bytes of weights in the dtype of the pass: two layers, and what is outside of them.
-
-    A rank that casts the weights of one layer has their gradients instead of the second.
-    """
+    """Returns the bytes of weights in the dtype of the pass: two layers, and what is outside of them."""
     outside = _outside(config)
     layer = (_computed(trainer, shapes) - outside) / config.get_text_config().num_hidden_layers
-    # Gradients of casts have their dtype until a layer's backward pass ends, or that of all layers.
-    outside *= 2 if trainer.casts_by_layer else 1
     return float(item * (outside + 2 * layer))
 
 
@@ -413,16 +408,6 @@ def _max_micro_batch_tokens(spec: RunSpec) -> int:
     return max(spec.trainer.tokens_per_micro_batch, rank_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class _Activations:
-    """Bytes that layers keep per token, at the peak."""
-
-    here: float
-    """Bytes on the GPU."""
-    there: float = 0.0
-    """Bytes in host memory."""
-
-
 def _exchanged(
     trainer: TrainerSpec, config: PretrainedConfig, *, item: int, num_packs: int
 ) -> float:
@@ -432,72 +417,158 @@ def _exchanged(
     return 2.0 * item * float(config.get_text_config().hidden_size) * num_packs
 
 
-def _activations(
-    trainer: TrainerSpec, config: PretrainedConfig, *, item: int, layers: int, num_packs: int
-) -> _Activations:
-    """Returns the bytes per token.
+def _passes(
+    spec: RunSpec, config: PretrainedConfig, stage: _Stage, *, item: int
+) -> tuple[dict[str, float], float]:
+    """Returns the bytes of a pass at its peak by part, and those of activations in host memory.
 
-    Args:
-        layers: Layers of a rank.
-        num_packs: Micro-batches whose activations it holds at once.
+    The peak is in the backward pass: that of the head, of a layer, or of the sum of a layer's gradients.
     """
-    shape: Any = config.get_text_config()
-    # Heads are repeated until each rank that shares the pack has the same number.
-    heads = lcm(kv_heads(config), trainer.tensor_parallel * trainer.context_parallel)
-    heads = _QUERIES * int(shape.num_attention_heads) + _KEY_VALUES * heads
-    attended = item * heads * head_width(config) / trainer.tensor_parallel
-    all_layers = int(shape.num_hidden_layers)
-    attended *= num_attention_layers(config_dict(shape)) / all_layers
-    if (recurrent := recurrent_shape(config_dict(shape))) is not None:
-        # A recurrent layer keeps the inputs and outputs of its convolution and of its gates.
-        kept_width = 2 * recurrent.channels + 2 * recurrent.width
-        attended += recurrent.num_layers / all_layers * item * kept_width
-    # The tokens of an expert are copied, and its output is weighted.
-    attended += item * _copied(shape)
-    eager = 0 if trainer.compile else 1
-    inner = item * _feed_forward(shape) / trainer.tensor_parallel
-    hidden = float(item * shape.hidden_size)
-    layer_bytes = _HIDDENS * hidden + attended + (_FEED_FORWARD + eager) * inner
-    layer_bytes += eager * _EAGER_NORMS * _FLOAT32 * shape.hidden_size
-    recomputed = trainer.activation_checkpointing
+    trainer, text = spec.trainer, config.get_text_config()
+    num_tokens, hidden = _max_micro_batch_tokens(spec), int(text.hidden_size)
+    layer = _layer(trainer, config, stage.shapes, item=item)
+    here, there = _kept_by_layers(trainer, layer, hidden=item * hidden, stage=stage)
+    # Embedded tokens, and the final norm's input and output.
+    kept_bytes = num_tokens * (here + (_FLOAT32 + 2 * item) * hidden)
+    trains_weights = trainer.lora is None
+    head = int(text.vocab_size) * hidden
+    chunk = min(num_tokens, _CHUNK_BYTES // (_FLOAT32 * int(text.vocab_size)))
+    logits = (_FLOAT32 + item) * chunk * int(text.vocab_size)
+    weights = _computed(trainer, stage.shapes) - _outside(config)
+    layer_weights = trains_weights * max(0.0, weights) / stage.num_layers
+    # The head's gradient waits for that of the embedding. Gradients of a layer exist one after the other.
+    waiting = item * (head * stage.has_head * trains_weights + layer_weights / 2)
+    again = layer.most if trainer.activation_checkpointing else 0.0
+    cast_head = cast_layer = 0.0
+    if trainer.casts_by_layer:
+        cast_head, cast_layer = float(item * head), item * layer_weights
+    backward_bytes = kept_bytes + num_tokens * (again + layer.transient)
+    moments = [{"activations": backward_bytes, _GRADIENTS: waiting, _GATHERED: cast_layer}]
+    if stage.has_head:
+        of_head = trains_weights * (_FLOAT32 + item) * head
+        moments.append(
+            {"activations": kept_bytes, "logits": logits, _GRADIENTS: of_head, _GATHERED: cast_head}
+        )
+    if _has_mesh(trainer) and not trainer.casts_by_layer:
+        summed = _FLOAT32 * layer_weights * (1 + 1 / trainer.stage_ranks)
+        summed += item * head * stage.has_head * trains_weights
+        moments.append({"activations": kept_bytes, _GRADIENTS: summed})
+    return max(moments, key=lambda sizes: sum(sizes.values())), num_tokens * there
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Bytes per token of the activations of a layer."""
+
+    mean: float
+    """Mean over the layers."""
+    most: float
+    """Of the layer that keeps the most."""
+    selected: float
+    """What ``selective`` keeps."""
+    transient: float
+    """Gradients that exist at once in its backward pass."""
+
+
+def _kept_by_layers(
+    trainer: TrainerSpec, layer: _Layer, *, hidden: float, stage: _Stage
+) -> tuple[float, float]:
+    """Returns the bytes per token that layers keep at once on the GPU, and in host memory."""
+    recomputed, layers = trainer.activation_checkpointing, stage.num_layers
     assert recomputed != "auto", "the caller chooses"
     if recomputed == "selective":
-        layer_sizes = [
-            _SELECTED_HIDDENS * hidden + attended + _SELECTED_FEED_FORWARD * inner
-        ] * layers
+        layer_sizes = [layer.selected] * layers
     else:
         layer_sizes = [
-            hidden if recomputed and number % recomputed == 0 else layer_bytes
+            hidden if recomputed and number % recomputed == 0 else layer.mean
             for number in range(layers)
         ]
-    layer_sizes *= num_packs
-    # A layer that is recomputed temporarily has all of its activations.
-    again = layer_bytes if recomputed else 0.0
+    layer_sizes *= stage.num_packs
     if not trainer.activation_offloading:
-        return _Activations(sum(layer_sizes) + again)
+        return sum(layer_sizes), 0.0
     if recomputed == "selective" and not trainer.compile:
-        return _Activations(sum(layer_sizes) + again, layers * hidden)
-    return _Activations(min(layers, _LAYERS_HERE) * max(layer_sizes) + again, sum(layer_sizes))
+        return sum(layer_sizes), layers * hidden
+    return min(layers, _LAYERS_HERE) * max(layer_sizes), sum(layer_sizes)
 
 
-def _feed_forward(shape: Any) -> float:
-    """Returns the width of the feed-forward part that a token passes."""
-    experts = num_experts(config_dict(shape))
-    if not experts:
-        return float(shape.intermediate_size)
-    shared = getattr(shape, "shared_expert_intermediate_size", None) or 0
-    return float(shape.num_experts_per_tok * _expert_width(shape) + shared)
+def _layer(trainer: TrainerSpec, config: PretrainedConfig, shapes: Shapes, *, item: int) -> _Layer:
+    """Counts the tensors that a layer keeps, as ``bench/trainer/counted.py`` does in a pass."""
+    text: Any = config.get_text_config()
+    eager, hidden = int(not trainer.compile), int(text.hidden_size)
+    experts = num_experts(config_dict(text))
+    num_dense = (
+        int(getattr(text, "first_k_dense_replace", 0) or 0)
+        if experts
+        else int(text.num_hidden_layers)
+    )
+    dense = int(text.intermediate_size)
+    chosen = int(text.num_experts_per_tok) if experts else 0
+    # Rows of a token's experts, both of their products, and gated values.
+    routed = item * chosen * (hidden + 3 * _expert_width(text))
+    shared = _shared_width(text) if experts else 0
+    attended = _attended(trainer, config, shapes, item=item)
+    common = _HIDDENS * item * hidden + attended
+    # Without torch.compile, the two norms keep their float32 inputs, and activations their inputs.
+    common += eager * 2 * _FLOAT32 * hidden
+    kept = item * (_FEED_FORWARD + eager) / trainer.tensor_parallel
+    of_dense = common + kept * dense
+    of_mixture = common + kept * shared + routed / trainer.tensor_parallel
+    share = num_dense / int(text.num_hidden_layers)
+    inner = share * dense + (1 - share) * (shared + chosen * _expert_width(text))
+    selected = _SELECTED_HIDDENS * item * hidden + attended + _SELECTED_FEED_FORWARD * item * inner
+    selected += (1 - share) * item * chosen * hidden
+    transient = item * (dense / trainer.tensor_parallel + hidden)
+    if experts:
+        copies = 1 + (trainer.expert_parallel > 1)
+        rows = chosen * (copies * hidden + _expert_width(text)) / trainer.tensor_parallel
+        transient = max(transient * (num_dense > 0), item * (rows - 3 * hidden), item * hidden)
+    return _Layer(
+        mean=share * of_dense + (1 - share) * of_mixture,
+        most=max(of_dense * (share > 0), of_mixture * (share < 1)),
+        selected=selected,
+        transient=transient,
+    )
 
 
-def _copied(shape: Any) -> float:
-    """Returns the additional width that a mixture keeps per token."""
-    if not num_experts(config_dict(shape)):
-        return 0.0
-    return float(shape.num_experts_per_tok * (shape.hidden_size + _expert_width(shape)))
+def _attended(
+    trainer: TrainerSpec, config: PretrainedConfig, shapes: Shapes, *, item: int
+) -> float:
+    """Returns the bytes per token that attention keeps in a layer: queries, keys, values and outputs."""
+    text: Any = config.get_text_config()
+    queries, tensor = int(text.num_attention_heads), trainer.tensor_parallel
+    eager = int(not trainer.compile)
+    if (rank := getattr(text, "kv_lora_rank", None)) is not None:
+        # Latent attention has keys for all queries, and pads values to their width.
+        latent = int(rank) + int(getattr(text, "q_lora_rank", None) or 0)
+        width = int(text.qk_nope_head_dim) + int(text.qk_rope_head_dim)
+        expanded = width + int(text.qk_nope_head_dim) + int(text.v_head_dim)
+        width = -(-width // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+        heads = queries / tensor * (4 * width + eager * expanded)
+        return float(item * heads + (item + eager * _FLOAT32) * latent)
+    # Heads are repeated until each rank that shares the pack has the same number.
+    keys = lcm(kv_heads(config), tensor * trainer.context_parallel)
+    attended: float = item * (_QUERIES * queries + _KEY_VALUES * keys)
+    if any(name.endswith(".q_norm.weight") for name in shapes):
+        attended += (item + eager * _FLOAT32) * (queries + keys)
+    attended *= head_width(config) / tensor
+    layers = int(text.num_hidden_layers)
+    attended *= num_attention_layers(config_dict(text)) / layers
+    if (recurrent := recurrent_shape(config_dict(text))) is not None:
+        # A recurrent layer keeps the inputs and outputs of its convolution and of its gates.
+        kept_width = 2 * recurrent.channels + 2 * recurrent.width
+        attended += recurrent.num_layers / layers * item * kept_width
+    return attended
 
 
-def _expert_width(shape: Any) -> int:
-    return int(getattr(shape, "moe_intermediate_size", None) or shape.intermediate_size)
+def _shared_width(text: Any) -> int:
+    """Returns the width of the experts that all tokens pass."""
+    if width := getattr(text, "shared_expert_intermediate_size", None):
+        return int(width)
+    return int(getattr(text, "n_shared_experts", None) or 0) * _expert_width(text)
+
+
+def _expert_width(text: Any) -> int:
+    return int(getattr(text, "moe_intermediate_size", None) or text.intermediate_size)
 
 
 def _sent(spec: RunSpec, shapes: Shapes) -> float:

@@ -160,7 +160,8 @@ def test_memory_is_that_of_the_stage_that_needs_the_most():
     two = memory_of(**PP2)
     # The first of two stages has 17 of 28 layers, for two micro-batches, and no logits. Embedding and head
     # have the size of five layers each.
-    assert two.parts["activations"] == pytest.approx(whole.parts["activations"] * 2 * 17 / 28)
+    expected_bytes = whole.parts["activations"] * 2 * 17 / 28
+    assert two.parts["activations"] == pytest.approx(expected_bytes, rel=0.01)
     assert "logits" not in two.parts
     state = ("weights, float32", "optimizer", "gradients")
     share = (5 + 17) / (5 + 28 + 5)
