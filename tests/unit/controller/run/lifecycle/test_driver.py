@@ -8,9 +8,12 @@ import pytest
 
 from services.common.lifetime import OUTAGE_EXIT
 from services.controller.launch.launcher import ExternalLauncher, WorkerExit
+from services.controller.rules.run_state import RunEvent
 from services.controller.run.state.worker_failures import UnresponsiveError
+from services.controller.schemas import PauseOptions
 from services.controller.store.records import EventFilter, Submission
 from services.controller.store.rows import Request, read_requests, write_request
+from services.controller.store.runs import RunStore
 from tests.helpers.rest import open_manager
 from tests.unit.controller.workers import MemoryQueue, Workers, rollout_of, specification
 
@@ -106,6 +109,32 @@ async def test_a_run_that_cannot_train_until_somebody_answers_again_says_that_it
         workers.may_connect.set()
         while (await manager.get(run_id)).state != "RUNNING":  # noqa: ASYNC110 -- a row of the database
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "recovered meanwhile"])
+async def test_a_recovering_run_can_be_paused(database, workers, is_late):
+    workers.may_train.clear()
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        workers.connects.clear()
+        workers.may_connect.clear()
+        workers.lose()
+        await workers.connects.wait()
+        driver = manager.drivers.find(run_id)
+        if is_late:  # the driver hears of the pause once it has recovered
+            workers.trains.clear()
+            RunStore(database).apply(run_id, RunEvent.PAUSE, reason="PausedByUser")
+            workers.may_connect.set()
+            await workers.trains.wait()
+            await driver.pause(saves=False)
+        else:
+            await manager.pause(run_id, PauseOptions(checkpoint=False))
+            workers.may_connect.set()
+        workers.may_train.set()
+        await manager.drivers.wait()
+        run = await manager.get(run_id)
+        assert (run.state, run.state_reason) == ("PAUSED", "PausedByUser")
 
 
 async def test_a_trainer_with_a_rank_that_stays_silent_is_lost_and_restarts(
