@@ -190,10 +190,13 @@ class WorkerSession:
         """Waits until the run has recorded all events that were reported.
 
         Raises:
-            ServiceError: If the controller does not answer in time.
+            UnavailableError: If the controller does not answer in time.
         """
         while self._events:
-            await self._send_heartbeat()
+            try:
+                await self._send_heartbeat()
+            except DeadlineExceededError as error:
+                raise UnavailableError(f"{error.message}; the events are sent again") from error
 
     def report_outages(self, outage: Callable[[], str]) -> None:
         """Reports, from now on, while this worker cannot reach the transferqueue.
@@ -310,7 +313,8 @@ class WorkerSession:
         response = await call(
             self._members.Heartbeat, request, timeout_s=_CALL_TIMEOUT_S, idempotent=True
         )
-        if request.events:
+        # A controller that does not know this worker, because it has just started, has recorded none.
+        if request.events and response.order != pb.HeartbeatResponse.ORDER_REGISTER:
             last = request.events[-1].number
             self._events = [event for event in self._events if event.number > last]
         if response.spec_json:

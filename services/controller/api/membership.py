@@ -1,10 +1,12 @@
 """gRPC services of the controller for its workers: membership and rendezvous."""
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import grpc
 
-from services.common.errors import InvalidArgumentError
+from services.common.errors import InvalidArgumentError, ServiceError, UnavailableError
 from services.common.host import Clock
 from services.common.messages import from_message
 from services.common.runspec.workers import WORKERS
@@ -70,25 +72,45 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             run_create_time=run.create_time,
         )
 
-    async def _record_events(self, request: membership_pb2.HeartbeatRequest) -> None:
+    async def _await_recording(self, request: membership_pb2.HeartbeatRequest) -> None:
+        """Records events even if the caller leaves meanwhile; it would repeat what is being written.
+
+        Raises:
+            UnavailableError: If that fails or takes long; the worker reports again. Others would end it.
+        """
         worker = self._membership.find(request.run_id, request.worker_id)
-        if worker is None or worker.incarnation != request.incarnation:
+        if worker is None or worker.incarnation != request.incarnation or not request.events:
             return
-        async with worker.recording:
-            for event in request.events:
-                if event.type in WORKER_EVENTS and event.number > worker.last_event:
-                    key, message = event.key[:_MAX_MESSAGE], event.message[:_MAX_MESSAGE]
-                    await self._manager.drivers.worker_reported(
-                        worker, event.type, message, step=event.step, key=key
-                    )
-                    worker.last_event = event.number
+        worker.last_heartbeat = self._clock.monotonic()  # a slow database makes no worker silent
+        tasks = self._manager.drivers.tasks
+        task = tasks.create_task(self._record_events(worker, request.events))
+        await asyncio.wait([task], timeout=self._settings.heartbeat_timeout_s / 4)
+        if failure := task.result() if task.done() else "the events are being recorded":
+            raise UnavailableError(f"{failure}; report again")
+
+    async def _record_events(
+        self, worker: Worker, events: Sequence[membership_pb2.WorkerEvent]
+    ) -> str:
+        """Returns why not all events are recorded; empty if they are."""
+        try:
+            async with worker.recording:
+                for event in events:
+                    if event.type in WORKER_EVENTS and event.number > worker.last_event:
+                        key, message = event.key[:_MAX_MESSAGE], event.message[:_MAX_MESSAGE]
+                        await self._manager.drivers.worker_reported(
+                            worker, event.type, message, step=event.step, key=key
+                        )
+                        worker.last_event = event.number
+        except ServiceError as error:
+            return error.message
+        return ""
 
     async def Heartbeat(
         self, request: membership_pb2.HeartbeatRequest, context: _Context
     ) -> membership_pb2.HeartbeatResponse:
         """Records a heartbeat; returns an order and, if it has changed, the specification."""
         # Before the state, on whose change the run goes on, and before the answer, which acknowledges them.
-        await self._record_events(request)
+        await self._await_recording(request)
         outcome = await self._membership.record_heartbeat(
             request.run_id,
             request.worker_id,

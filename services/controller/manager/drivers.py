@@ -56,7 +56,8 @@ class Drivers:
         on_end: Callable[[], Awaitable[None]],
     ) -> None:
         self._store = store
-        self._tasks = tasks
+        self.tasks = tasks
+        """Tasks that outlive the calls which start them."""
         self._apply = apply
         self._on_event = on_event
         self._on_end = on_end
@@ -74,7 +75,7 @@ class Drivers:
         try:
             spec = parse_spec(run.spec_json)
         except SpecError as error:
-            self._tasks.create_task(self._pause_unaccepted(run, error))
+            self.tasks.create_task(self._pause_unaccepted(run, error))
             return
 
         async def move(event: RunEvent, reason: str, message: str) -> RunState:
@@ -95,7 +96,7 @@ class Drivers:
             state=run.state,
             move=move,
         )
-        driver.task = self._tasks.create_task(self._drive(run.run_id, driver))
+        driver.task = self.tasks.create_task(self._drive(run.run_id, driver))
 
     async def _pause_unaccepted(self, run: Run, error: SpecError) -> None:
         """Stops the workers of a run that cannot be driven, and pauses it for a release that can."""
@@ -241,7 +242,7 @@ class Drivers:
             {name: value for name, value in data.items() if value},
         )
         if (driver := self.find(worker.run_id)) is not None:
-            await driver.record_event(note)
+            await driver.record_event(note, key=key)
 
     def host_drained(self, run_id: str, host: DrainedHost, worker_ids: Collection[str]) -> None:
         """Notifies the driver that workers must leave a host; repeated as long as they have not left."""
@@ -252,10 +253,10 @@ class Drivers:
         """Notifies all drivers that a drained host is in service again."""
         for driver in self._drivers.values():
             if (note := driver.host_in_service(host)) is not None:
-                self._tasks.create_task(driver.record_event(note))
+                self.tasks.create_task(driver.record_event(note))
 
     def worker_pending(self, run_id: str, reason: str, message: str) -> None:
         """Records, as an event of the run, why a worker cannot start yet."""
         note = Note("WorkerPending", f"{reason}: {message}", {"reason": reason})
         if (driver := self.find(run_id)) is not None:
-            self._tasks.create_task(driver.record_event(note))
+            self.tasks.create_task(driver.record_event(note))

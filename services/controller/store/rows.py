@@ -196,6 +196,16 @@ def event_data(connection: sa.Connection, run_id: str, type_: str) -> list[dict[
     return [data for _, data in typed_event_data(connection, run_id, (type_,))]
 
 
+def has_event(connection: sa.Connection, run_id: str, type_: str, key: str) -> bool:
+    """Returns True if the data of an event of a type has this ``key``."""
+    query = sa.select(EVENTS.c.data_json).where(
+        EVENTS.c.run_id == run_id,
+        EVENTS.c.type == type_,
+        EVENTS.c.data_json.contains(json.dumps(key), autoescape=True),
+    )
+    return any(json.loads(text).get("key") == key for text in connection.scalars(query))
+
+
 def typed_event_data(
     connection: sa.Connection, run_id: str, types: Sequence[str]
 ) -> list[tuple[str, dict[str, Any]]]:

@@ -209,9 +209,12 @@ class RunDriver:
     def activities(self) -> list[str]:
         return self._pipeline.activities() if self._pipeline is not None else []
 
-    async def record_event(self, note: Note) -> None:
-        """Adds an event to the run's record."""
-        await self._journal.record_event(note)
+    async def record_event(self, note: Note, *, key: str = "") -> None:
+        """Adds an event to the run's record, only once if its data has a ``key``."""
+        if key:
+            await self._journal.record_once(note, key)
+        else:
+            await self._journal.record_event(note)
 
     async def save(self) -> None:
         """Requests a checkpoint at the end of the current step."""

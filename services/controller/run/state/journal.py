@@ -23,6 +23,7 @@ from services.controller.store.rows import (
     event_data,
     first_event,
     get_run,
+    has_event,
     newest_event,
     newest_snapshot,
     set_target_steps,
@@ -144,15 +145,21 @@ class Journal:
     async def record_event(
         self, note: Note, ledger: Ledger | None = None, *, also: Work | None = None
     ) -> None:
-        """Writes an event, the ledger's changes, and a further write in one transaction.
-
-        An event whose data has the ``key`` of an earlier one of its type is left out.
-        """
-        if (key := note.data.get("key")) is not None:
-            earlier = await self.read(partial(event_data, type_=note.type))
-            if any(data.get("key") == key for data in earlier):
-                return
+        """Writes an event, the ledger's changes, and a further write in one transaction."""
         await self._record(note, self._change(ledger, also))
+
+    async def record_once(self, note: Note, key: str) -> None:
+        """Writes an event unless the data of an earlier one of its type has the same ``key``."""
+
+        def record() -> Event | None:
+            with self._database.read() as connection:
+                if has_event(connection, self.run_id, note.type, key):
+                    return None
+            return self._store.record(self.run_id, note)
+
+        # In one turn of the database's thread: two processes of a worker may report at the same time.
+        if (event := await self._database.run(record)) is not None:
+            self._on_event(event)
 
     async def save(self, ledger: Ledger) -> None:
         await self._database.run(self._write, self._change(ledger))

@@ -146,7 +146,11 @@ async def test_events_of_workers_are_recorded_once_and_only_known_types(tmp_path
             raise UnavailableError("the database is locked")
         recorded.append((worker.worker_id, worker.state, *event, step, key))
 
-    drivers = SimpleNamespace(find=lambda run_id: None, worker_reported=worker_reported)
+    drivers = SimpleNamespace(
+        find=lambda run_id: None,
+        worker_reported=worker_reported,
+        tasks=SimpleNamespace(create_task=asyncio.ensure_future),
+    )
     servicer = MembershipServicer(SimpleNamespace(drivers=drivers), membership, settings, time)
     events = [
         membership_pb2.WorkerEvent(number=1, type="EngineServerLost", message="a" * 5000),
