@@ -60,9 +60,12 @@ async def _last_note(
         is_pending, cause = True, error.message
     if not is_pending:
         return Note("SamplesUploaded", f"{url} has all samples of the run", {"url": url})
-    cause = cause or f"the upload takes more than {_LAST_S:.0f} s"
+    cause = (
+        cause
+        or f"the upload takes more than {_LAST_S:.0f} s, or the transferqueue has restarted meanwhile"
+    )
     message = (
-        f"{url} lacks samples of the run: {cause}; the transferqueue tries for half an hour more, and the "
-        "samples stay in their file on its disk"
+        f"{url} lacks samples of the run: {cause}; an upload goes on for half an hour more, and the samples "
+        "stay in their file on the transferqueue's disk"
     )
     return Note("SamplesNotUploaded", message, {"url": url})

@@ -128,8 +128,13 @@ class SampleRecordKeeper:
 
     async def wait_uploaded(self, run_id: str, timeout_s: float) -> bool:
         """Returns True if the store has all samples of a run whose recording has stopped."""
-        uploads = self._uploads.get(run_id)
-        return timeout_s <= 0 or uploads is None or await asyncio.to_thread(uploads.wait, timeout_s)
+        if timeout_s <= 0:
+            return True
+        if (
+            uploads := self._uploads.get(run_id)
+        ) is None:  # it has none, or this process has restarted
+            return not self._path(run_id).exists()
+        return await asyncio.to_thread(uploads.wait, timeout_s)
 
     async def flush(self, run_id: str) -> None:
         """Writes a run's pending samples, if it is being recorded."""

@@ -210,6 +210,14 @@ async def test_samples_are_followed_by_the_store_that_a_run_names_until_it_ends(
     store.wait.assert_not_called()
 
 
+async def test_samples_that_nobody_uploads_since_a_restart_are_not_in_the_store(tmp_path: Path):
+    index = Index(lambda blobs: None, time)
+    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as record_keeper:
+        assert await record_keeper.wait_uploaded("run_1", 3.0), "it has no samples"
+        (tmp_path / "run_1.db").touch()
+        assert not await record_keeper.wait_uploaded("run_1", 3.0)
+
+
 async def test_the_process_waits_a_while_for_the_last_uploads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
