@@ -51,6 +51,8 @@ def fields_of(url: str, subject: str) -> Iterator[None]:
         wrong = error.errors(include_url=False)[0]
         key = ".".join(map(str, wrong["loc"]))
         raise no_controller(url, f"{key}: {wrong['msg']}".removeprefix(": ")) from error
+    except UnicodeEncodeError:
+        raise  # the terminal cannot show the answer
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise no_controller(url, f"{subject} has other fields: {error!r:.200}") from error
 

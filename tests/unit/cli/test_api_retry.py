@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli import api as api_module
-from services.cli.api import Api, ApiError
+from services.cli.api import Api, ApiError, fields_of
 from services.cli.main import app
 from services.controller.api.operations import GetRun, GetVersion, ListRuns, PauseRun
 from slipstream_client import async_transport, request
@@ -248,3 +248,8 @@ async def test_an_event_without_the_fields_of_the_api_is_refused(kind, event):
         with pytest.raises(ApiError, match="does not answer as a controller"):
             async for _ in api.watch(RUN):
                 pass
+
+
+def test_a_terminal_that_cannot_show_an_answer_is_no_fault_of_the_server():
+    with pytest.raises(UnicodeEncodeError), fields_of("http://controller", "the run"):
+        "\u00fc".encode("ascii")
