@@ -174,10 +174,8 @@ _PRESETS = ("tiny:", "chars:")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _PLUGIN = re.compile(r"(\w[\w.-]*/)?(?P<module>[A-Za-z_][\w-]*)(@[\w.-]+)?")
 _PATH_STARTS = ("/", "~", "./", "../", "file:")
-_WORKER_SETTINGS = (
-    *("ALLOWED_ROOTS", "ALLOWED_URLS", "CODE_ROOTS", "ALLOWED_COMMANDS"),
-    *("REWARD_HOSTS", "UNWRITABLE_ROOTS"),
-)
+_RESTRICTED = ("ALLOWED_ROOTS", "ALLOWED_URLS", "CODE_ROOTS", "ALLOWED_COMMANDS")
+_WORKER_SETTINGS = (*_RESTRICTED, "REWARD_HOSTS", "UNWRITABLE_ROOTS")
 _RUN = re.compile(r"run_[0-9a-f]{32}")
 
 
@@ -199,7 +197,10 @@ class CodePolicy:
     """Further folders, besides those with code, to which runs may not write by their paths."""
 
     def settings(self) -> dict[str, str]:
-        """Returns settings that give a worker this policy; it keeps its own where a field is empty."""
+        """Returns settings that give a worker this policy.
+
+        It keeps its own where a field is empty; with ``roots``, only its own hosts and unwritable folders.
+        """
         values = (
             self.roots,
             self.urls,
@@ -209,7 +210,12 @@ class CodePolicy:
             self.unwritable,
         )
         pairs = zip(_WORKER_SETTINGS, values, strict=True)
-        return {name: json.dumps(value, default=str) for name, value in pairs if value}
+        is_sent = {name for name in _RESTRICTED if self.roots}
+        return {
+            name: json.dumps(value, default=str)
+            for name, value in pairs
+            if value or name in is_sent
+        }
 
     def problems(self, spec: RunSpec) -> list[str]:
         """Returns the forbidden names in a specification, judged by its text.

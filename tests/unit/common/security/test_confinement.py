@@ -834,3 +834,15 @@ def test_ordinary_texts_are_not_taken_for_secrets():
     named = spec_with(**reward("https://user:pw@judge.example/score"))
     (problem,) = find_plain_secrets(named)
     assert problem.startswith("rollout.rewards.0.name")
+
+
+def test_a_confined_worker_adds_nothing_to_what_the_controller_allows():
+    assert CodePolicy().settings() == {}
+    policy = CodePolicy(roots=(Path("/data"),), hosts=("judge.internal",))
+    assert policy.settings() == {
+        "ALLOWED_ROOTS": '["/data"]',
+        "ALLOWED_URLS": "[]",
+        "CODE_ROOTS": "[]",
+        "ALLOWED_COMMANDS": "[]",
+        "REWARD_HOSTS": '["judge.internal"]',
+    }
