@@ -9,6 +9,7 @@ from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
     asynccontextmanager,
+    closing,
     suppress,
 )
 from functools import partial
@@ -298,7 +299,19 @@ async def _run(
             following = follow(
                 api, run_id, state_directory=state_directory, console=console, start=start
             )
-            return await _beside(following, services, api)
+            return await _beside(_after_pausing(api, run_id, following), services, api)
+
+
+async def _after_pausing(
+    api: Api, run_id: str, following: Coroutine[Any, Any, dict[str, Any]]
+) -> dict[str, Any]:
+    """Resumes a run that an earlier command, killed meanwhile, began to pause; then follows the run."""
+    with closing(following):
+        if (await api.get(run_id)).state == "PAUSING":
+            await _until_paused(api, [run_id])
+            if (await api.get(run_id)).state == "PAUSED":
+                await api.call(ResumeRun(run_id=run_id))
+        return await following
 
 
 async def _beside(
