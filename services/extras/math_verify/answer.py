@@ -76,6 +76,14 @@ _MAX_EXPRESSION_CHARACTERS = 2000
 """Max length of a final answer; a longer one is wrong."""
 _MAX_PROSE_CHARACTERS = 8000
 """Length of the end of an unmarked response that is searched for its answer."""
+_TOO_LARGE = re.compile(
+    rf"(?<![\d.,])\d(?:,?\d){{{_MAX_EXPRESSION_CHARACTERS}}}|(?:\^[\s{{]*|\*\*\s*|\d[eE])[-+]?\d{{7}}"
+)
+"""Numbers that libraries refuse or compute for hours: of very many digits, or with a very large exponent."""
+_LONG_NUMBER = re.compile(
+    rf"(\.\d{{100}})\d+|(?<![\d.,])(\d{{100}})(?=(?:,?\d){{{_MAX_EXPRESSION_CHARACTERS}}})(?:,?\d)+"
+)
+_RELATION = re.compile(r"=|\\equiv")
 _MAX_PARTS = 4
 """Max number of alternative inequalities."""
 _LIBRARY_TIMEOUT_S = 3600
@@ -100,7 +108,7 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
     text = answer_text(answer, reward="math_verify")
     with _cpu_time_limit(_CPU_TIMEOUT_S):
         text, reply = spelling.normalized(text), spelling.normalized(answer_part(response))
-        reply = question.without_reason(_tagged(reply))
+        reply = _with_short_numbers(text, question.without_reason(_tagged(reply)))
         amount = _marked(reply) or reply
         final = _marked(reply) or _last_line(reply)
         if quantities.other_currencies(text, amount, prompt) or beside.is_amount_of_money(
@@ -144,6 +152,19 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
         quantity = question.with_asked_unit(prompt, expected)
         readings = dict.fromkeys((scaled, quantities.unscaled(expected), ratio or scaled, quantity))
         return float(any(_is_answered(reading, reply, answer) for reading in readings))
+
+
+def _with_short_numbers(answer: str, response: str) -> str:
+    """Returns the searched part of a response with the first 100 digits of very long numbers.
+
+    It is empty if the final answer has a number that is too large to compare, and none is expected.
+    """
+    if _marked(response) is None:
+        response = response[-_MAX_PROSE_CHARACTERS:]
+    final = _RELATION.split(_marked(response) or _last_line(response))[-1]
+    if _TOO_LARGE.search(final) and not _TOO_LARGE.search(answer):
+        return ""
+    return response if _LONG_NUMBER.search(answer) else _LONG_NUMBER.sub(r"\1\2", response)
 
 
 def _is_other_value(prompt: str, expected: str, reply: str) -> bool:

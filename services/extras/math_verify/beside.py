@@ -98,6 +98,8 @@ _IN_PHRASE: Final = re.compile(
 _MIN_WORDS: Final = 3
 """Words of a question that may name a unit; a shorter one says nothing about it."""
 _MAX_UNIT_WORDS: Final = 5
+_MAX_NUMBER_CHARACTERS: Final = 2000
+_MAX_EXPONENT: Final = 2000
 _MAX_REST: Final = 60
 """Characters after a number in which a word may belong to it."""
 
@@ -152,6 +154,8 @@ def _number(expected: str, final: str) -> _Number | None:
     if expected_number is None or expected_text[: expected_number.start()].strip():
         return None
     value = _value(expected_number[0])
+    if value is None:
+        return None
     numbers = [number for number in _NUMBER.finditer(text) if _value(number[0]) == value]
     if not numbers:
         return None
@@ -253,9 +257,14 @@ def _plain(text: str) -> str:
 
 
 def _value(number: str) -> Fraction | None:
-    """Returns the value of a decimal, fraction, mixed number or decimal with a power of ten."""
-    sign = -1 if number.startswith("-") else 1
+    """Returns the value of a decimal, fraction, mixed number or decimal with a power of ten.
+
+    A number that is too large to compute has none.
+    """
     power = _POWER.search(number)
+    if len(number) > _MAX_NUMBER_CHARACTERS or (power and abs(int(power[1])) > _MAX_EXPONENT):
+        return None
+    sign = -1 if number.startswith("-") else 1
     text = number[: power.start()] if power else number
     values = [
         Fraction(digits) for digits in re.findall(r"\d+(?:\.\d+)?|\.\d+", text.replace(",", ""))

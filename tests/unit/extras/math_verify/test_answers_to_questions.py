@@ -71,3 +71,30 @@ def test_derived_units_angles_of_functions_and_spaced_thousands(
     answer: str, response: str, score: float
 ) -> None:
     assert math_answer("", response, answer, {}) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        ("The answer is " + "1" * 8000, "35", 0.0),
+        ("\\boxed{" + "1" * 5000 + "}", "35", 0.0),
+        ("\\boxed{\\frac{1}{" + "1" * 5000 + "}}", "35", 0.0),
+        ("7 \\times 10^{" + "1" * 5000 + "}", "35", 0.0),
+        ("\\boxed{7 \\times 10^{99999999}}", "35", 0.0),
+        ("\\boxed{1e999999999}", "35", 0.0),
+        ("\u00b2" * 8000, "35", 0.0),
+        ("The answer is " + "1" * 5000 + "\nDone.", "35", 0.0),
+        ("\\boxed{0." + "3" * 1500 + "4}", "35", 0.0),
+        ("\\$" + "1" * 5000 + " million\n\\boxed{35}", "35", 1.0),
+        ("It has these digits: " + "1" * 5000 + "\nThe answer is 35.", "35", 1.0),
+        ("$7^{10000000} \\equiv 35$", "35", 1.0),
+        ("\\boxed{7^{10000000}}", "7^{10000000}", 1.0),
+        ("7 \\times 10^{40}", "7 \\times 10^{40}", 1.0),
+    ],
+    ids=lambda value: value[:24] if isinstance(value, str) else value,
+)
+def test_numbers_too_large_to_compute_are_wrong_answers(
+    response: str, answer: str, score: float
+) -> None:
+    question = "How many pages does Tom read if he reads 5 pages per day for 7 days?"
+    assert math_answer(question, response, answer, {}) == score
