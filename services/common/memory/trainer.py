@@ -307,7 +307,7 @@ def _memory_of_stage(
     if gathers_all and _has_mesh(trainer):
         gathered = item * computed
     elif _has_mesh(trainer) and not trainer.casts_by_layer:
-        gathered = (1 + critics) * _gathered(trainer, config, shapes, item=item)
+        gathered = (1 + critics) * _gathered(trainer, config, stage, item=item)
     peak, offloaded = _passes(spec, config, stage, item=item)
     sizes = {
         "weights, float32": _FLOAT32 * sharded,
@@ -331,7 +331,7 @@ def _memory_of_stage(
         reference = base if spec.teacher is None else item * weights
         sizes["reference"] = reference / frozen_ranks
         if _has_mesh(trainer) and not gathers_all:
-            sizes["reference"] += _gathered(trainer, config, shapes, item=item)
+            sizes["reference"] += _gathered(trainer, config, stage, item=item)
     cached = _CACHED_ACTIVATIONS * sizes["activations"]
     if ranks > 1 and gathers_all:
         # Whole gradients are freed in one stream, and sharded ones allocated in another.
@@ -386,13 +386,18 @@ def _computed(trainer: TrainerSpec, shapes: Shapes) -> float:
     )
 
 
-def _gathered(
-    trainer: TrainerSpec, config: PretrainedConfig, shapes: Shapes, *, item: int
-) -> float:
+def _gathered(trainer: TrainerSpec, config: PretrainedConfig, stage: _Stage, *, item: int) -> float:
     """Returns the bytes of weights in the dtype of the pass: two layers, and what is outside of them."""
-    outside = _outside(config)
-    layer = (_computed(trainer, shapes) - outside) / config.get_text_config().num_hidden_layers
+    outside = _outside_of(config, stage.shapes)
+    layer = (_computed(trainer, stage.shapes) - outside) / stage.num_layers
     return float(item * (outside + 2 * layer))
+
+
+def _outside_of(config: PretrainedConfig, shapes: Shapes) -> int:
+    """Returns the number of weights outside the layers that a stage holds: embeddings, head, both or none."""
+    text: Any = config.get_text_config()
+    size = (int(text.vocab_size), int(text.hidden_size))
+    return min(_outside(config), sum(prod(shape) for shape in shapes.values() if shape == size))
 
 
 def _outside(config: PretrainedConfig) -> int:
@@ -434,7 +439,7 @@ def _passes(
     head = int(text.vocab_size) * hidden
     chunk = min(num_tokens, _CHUNK_BYTES // (_FLOAT32 * int(text.vocab_size)))
     logits = (_FLOAT32 + item) * chunk * int(text.vocab_size)
-    weights = _computed(trainer, stage.shapes) - _outside(config)
+    weights = _computed(trainer, stage.shapes) - _outside_of(config, stage.shapes)
     layer_weights = trains_weights * max(0.0, weights) / stage.num_layers
     # The head's gradient waits for that of the embedding. Gradients of a layer exist one after the other.
     waiting = item * (head * stage.has_head * trains_weights + layer_weights / 2)
