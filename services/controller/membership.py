@@ -162,13 +162,16 @@ class Membership:
                 f"run {worker.run_id} has {MAX_WORKERS} workers, so no other one can register",
                 run_id=worker.run_id,
             )
+        is_replaced = previous is not None and previous.incarnation != worker.incarnation
+        if previous is not None and not is_replaced:  # a repeated call
+            worker.last_event, worker.recording = previous.last_event, previous.recording
         self._runs[worker.run_id][worker.worker_id] = worker
         worker.start_phases = [
             ("imports", self._opened[worker.run_id]),
             ("registered", self._clock.monotonic()),
         ]
         await self._notify()
-        return previous is not None and previous.incarnation != worker.incarnation
+        return is_replaced
 
     async def record_heartbeat(
         self,

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +20,7 @@ from services.wire.controller import WorkerSession
 from slipstream.controller.v1 import membership_pb2, membership_pb2_grpc
 from slipstream.type.v1 import worker_pb2
 from tests.helpers.rest import SPEC
-from tests.unit.controller.membership.test_membership import registered
+from tests.unit.controller.membership.test_membership import registered, worker
 
 LOST = membership_pb2.WorkerEvent(number=1, type="EngineServerLost", message="lost")
 HEARTBEAT = membership_pb2.HeartbeatRequest(
@@ -92,16 +92,28 @@ async def test_an_event_is_recorded_once_though_its_first_call_ended_before_it_w
 
 async def test_a_worker_whose_events_wait_for_the_database_is_not_silent(drivers, tmp_path):
     membership = await registered()
-    worker = membership.find("run_1", "rollout-0")
+    member = membership.find("run_1", "rollout-0")
     servicer = servicer_of(drivers, membership, tmp_path, heartbeat_timeout_s=0.2)
     begin = time.monotonic()
     async with asyncio.timeout(20):
         with pytest.raises(UnavailableError):
             await servicer.Heartbeat(HEARTBEAT, None)
-        assert worker.last_heartbeat >= begin
+        assert member.last_heartbeat >= begin
         drivers.may_record.set()
+        while member.state != "ready":
+            with suppress(UnavailableError):
+                await servicer.Heartbeat(HEARTBEAT, None)
+    assert (member.state, drivers.messages) == ("ready", ["lost"])
+
+
+async def test_an_event_is_recorded_once_by_a_process_that_registers_again(drivers, tmp_path):
+    membership = await registered()
+    servicer = servicer_of(drivers, membership, tmp_path)
+    drivers.may_record.set()
+    for incarnation in ("a", "a", "b"):  # the heartbeat is of "a"
+        await membership.register(worker(incarnation))
         await servicer.Heartbeat(HEARTBEAT, None)
-    assert (worker.state, drivers.messages) == ("ready", ["lost"])
+    assert drivers.messages == ["lost"]
 
 
 async def test_a_worker_outlives_a_controller_that_no_longer_leads(drivers, tmp_path):
