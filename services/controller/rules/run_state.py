@@ -58,7 +58,7 @@ TRANSITIONS: Final[dict[tuple[RunState, RunEvent], RunState]] = {
     (_S.RUNNING, _E.CANCEL): _S.CANCELLING,
     (_S.PAUSING, _E.DRAINED): _S.PAUSED,
     (_S.PAUSING, _E.FINISH): _S.SUCCEEDED,
-    (_S.PAUSING, _E.LOSE): _S.RECOVERING,
+    (_S.PAUSING, _E.LOSE): _S.PAUSING,  # it lost workers while a user paused it
     (_S.PAUSING, _E.RECOVER): _S.PAUSING,  # it recovered while a user paused it
     (_S.PAUSING, _E.FAIL): _S.FAILED,
     (_S.PAUSING, _E.CANCEL): _S.CANCELLING,

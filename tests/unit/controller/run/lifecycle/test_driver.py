@@ -137,6 +137,26 @@ async def test_a_recovering_run_can_be_paused(database, workers, is_late):
         assert (run.state, run.state_reason) == ("PAUSED", "PausedByUser")
 
 
+async def test_a_run_that_loses_its_trainer_while_a_user_pauses_it_is_paused(database, workers):
+    workers.may_train.clear()
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        driver = manager.drivers.find(run_id)
+        move = driver._move
+
+        async def paused_before(event, reason, message):
+            if event is RunEvent.LOSE:
+                await manager.pause(run_id, PauseOptions(checkpoint=False))
+            return await move(event, reason, message)
+
+        driver._move = paused_before
+        workers.may_train.set()
+        workers.lose()
+        await manager.drivers.wait()
+        assert (await manager.get(run_id)).state == "PAUSED"
+
+
 async def test_a_trainer_with_a_rank_that_stays_silent_is_lost_and_restarts(
     database, workers, monkeypatch
 ):
