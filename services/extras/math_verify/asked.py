@@ -125,7 +125,8 @@ _EXTENT: Final = re.compile(
 _EXTENTS: Final[Mapping[str, int]] = {"area": 2, "volume": 3}
 _WORD: Final = re.compile(r"[A-Za-z]+(?:['\u2019][A-Za-z]+)?")
 _END_OF_TARGET: Final = (
-    r"if|of\s+(?:a|an|the|this|that)|when|where|with|given|such|so\s+that|for\s+which|satisf\w+"
+    r"if|of\s+(?:a(?!\s*(?:[^\sA-Za-z]|$|(?:[A-Za-z]|if|and|or|in|for|when|where|given|such|so|with|that)\b))"
+    r"|an|the|this|that)|when|where|with|given|such|so\s+that|for\s+which|satisf\w+"
     r"|in\s+terms"
 )
 _TARGET: Final = re.compile(

@@ -98,3 +98,22 @@ def test_numbers_too_large_to_compute_are_wrong_answers(
 ) -> None:
     question = "How many pages does Tom read if he reads 5 pages per day for 7 days?"
     assert math_answer(question, response, answer, {}) == score
+
+
+@pytest.mark.parametrize(
+    ("question", "name"),
+    [
+        ("Find the value of a + b if a = 3 and b = 4.", "a + b"),
+        ("Find the value of a if a + b = 10 and b = 3.", "a"),
+        ("What is the value of $a$ such that $2a - b = 10$ and $b = 4$?", "a"),
+        ("Let b = 3 and a = 10 - b. What is the value of a?", "a"),
+    ],
+)
+def test_a_variable_a_is_no_article(question: str, name: str) -> None:
+    assert math_answer(question, f"{name} = 7", "7", {}) == 1.0
+    assert math_answer(question, "b = 7", "7", {}) == 0.0
+
+
+def test_an_article_begins_no_name() -> None:
+    question = "A square has side s = 7. Find the value of a side of its copy."
+    assert math_answer(question, "s = 7", "7", {}) == 1.0
