@@ -25,7 +25,7 @@ _END_TIMEOUT_S = 5.0
 _READ_BYTES = 1 << 16
 _MAX_OPEN_FILES = 1024
 # Numbers, because the import of the module `signal` takes longer than all other imports.
-_SIGKILL, _SIGPIPE, _SIGXFSZ = 9, 13, 25
+_SIGINT, _SIGKILL, _SIGPIPE, _SIGXFSZ = 2, 9, 13, 25
 _NOT_STARTED_STATUS = 126
 _PR_SET_DUMPABLE = 4
 _PAGE_BYTES = resource.getpagesize()
@@ -280,8 +280,11 @@ def main() -> None:
     """
     # Commands would write answers, or stop this process, through ptrace, /proc/1/fd and pidfd_getfd. A
     # program that a command executes is dumpable again.
-    if ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+    libc = ctypes.CDLL(None)
+    if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         raise OSError("the kernel refused PR_SET_DUMPABLE")
+    # The kernel lets commands send process 1 only signals that it handles, and Python handles this one.
+    libc.signal(_SIGINT, None)
     memory_bytes, processes, tasks, disk_bytes = map(int, sys.argv[1:5])
     for limit, value in (
         (resource.RLIMIT_AS, memory_bytes),

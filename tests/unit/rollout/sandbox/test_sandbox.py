@@ -367,6 +367,13 @@ async def test_commands_reach_nothing_of_the_process_that_answers_for_them(
         assert (await box.run("echo on")).text == "on\n"
 
 
+async def test_signals_do_not_end_the_process_that_answers_for_commands() -> None:
+    async with sandbox() as box:
+        signals = "for number in $(seq 1 31); do kill -$number 1; done 2> /dev/null; echo sent"
+        assert (await box.run(signals)).text == "sent\n"
+        assert (await box.run("echo on")).text == "on\n"
+
+
 async def test_debuggers_trace_a_commands_own_processes() -> None:
     program = (
         "import ctypes, os; print(ctypes.CDLL(None).ptrace(16, int(os.environ['OTHER']), 0, 0))"
