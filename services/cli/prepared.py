@@ -73,8 +73,8 @@ class PreparedProcess:
 
     def kill(self) -> None:
         """Ends it at once and waits for its end."""
+        self._process.kill()  # before its input ends, at which it would exit with 0
         os.close(self._input)
-        self._process.kill()
         self._process.join()
 
 
