@@ -127,8 +127,8 @@ _CACHED_ACTIVATIONS: Final = 0.047
 # Driver context, CUDA's libraries and compiled kernels.
 _FLOAT32: Final = 4
 _MOMENTS: Final = 2 * _FLOAT32
-# Logits of a chunk; see ``trainer/algorithm/logprobs.py``.
-_CHUNK_BYTES: Final = 24 * (1 << 30) // 10
+CHUNK_BYTES: Final = 24 * (1 << 30) // 10
+"""Max bytes of logits that the trainer computes at once."""
 _CONTEXT: Final = 1.8e9
 # Memory of a sleeping engine besides received weights: contexts, graphs, buffers of its
 # collectives.
@@ -147,8 +147,8 @@ _HIDDENS, _QUERIES, _KEY_VALUES, _FEED_FORWARD = 4, 2, 2, 3
 # The same for ``selective``, whose feed-forward part keeps gate and up.
 _SELECTED_HIDDENS, _SELECTED_FEED_FORWARD = 3, 2
 _GATHERED, _GRADIENTS = "weights gathered for a forward pass", "gradients of a pass"
-_HEAD_MULTIPLE: Final = 8
-"""Multiple to which attention pads heads; see ``trainer/batch/attention.py``."""
+HEAD_MULTIPLE: Final = 8
+"""Multiple of head widths that the trainer's attention supports, to which it pads them."""
 # Two layers of each of two kinds; see ``trainer/engines/fsdp/compiling.py``.
 _COMPILED_LAYERS: Final = 4
 # Layers whose activations are on the GPU if they are offloaded: one that computes, one in transfer.
@@ -388,9 +388,14 @@ def _computed(trainer: TrainerSpec, shapes: Shapes) -> float:
 
 def _gathered(trainer: TrainerSpec, config: PretrainedConfig, stage: _Stage, *, item: int) -> float:
     """Returns the bytes of weights in the dtype of the pass: two layers, and what is outside of them."""
-    outside = _outside_of(config, stage.shapes)
-    layer = (_computed(trainer, stage.shapes) - outside) / stage.num_layers
-    return float(item * (outside + 2 * layer))
+    layer = _layer_weights(trainer, config, stage)
+    return float(item * (_outside_of(config, stage.shapes) + 2 * layer))
+
+
+def _layer_weights(trainer: TrainerSpec, config: PretrainedConfig, stage: _Stage) -> float:
+    """Returns the mean number of a layer's weights that a rank computes with."""
+    inside = _computed(trainer, stage.shapes) - _outside_of(config, stage.shapes)
+    return max(0.0, inside) / stage.num_layers
 
 
 def _outside_of(config: PretrainedConfig, shapes: Shapes) -> int:
@@ -437,10 +442,9 @@ def _passes(
     kept_bytes = num_tokens * (here + (_FLOAT32 + 2 * item) * hidden)
     trains_weights = trainer.lora is None
     head = int(text.vocab_size) * hidden
-    chunk = min(num_tokens, _CHUNK_BYTES // (_FLOAT32 * int(text.vocab_size)))
+    chunk = min(num_tokens, CHUNK_BYTES // (_FLOAT32 * int(text.vocab_size)))
     logits = (_FLOAT32 + item) * chunk * int(text.vocab_size)
-    weights = _computed(trainer, stage.shapes) - _outside_of(config, stage.shapes)
-    layer_weights = trains_weights * max(0.0, weights) / stage.num_layers
+    layer_weights = trains_weights * _layer_weights(trainer, config, stage)
     # The head's gradient waits for that of the embedding. Gradients of a layer exist one after the other.
     waiting = item * (head * stage.has_head * trains_weights + layer_weights / 2)
     again = layer.most if trainer.activation_checkpointing else 0.0
@@ -466,11 +470,11 @@ class _Layer:
     """Bytes per token of the activations of a layer."""
 
     mean: float
-    """Mean over the layers."""
+    """Bytes that a layer keeps in the mean."""
     most: float
-    """Of the layer that keeps the most."""
+    """Bytes that the largest layer keeps."""
     selected: float
-    """What ``selective`` keeps."""
+    """Bytes that a layer keeps with ``activation_checkpointing: selective``."""
     transient: float
     """Gradients that exist at once in its backward pass."""
 
@@ -515,9 +519,9 @@ def _layer(trainer: TrainerSpec, config: PretrainedConfig, shapes: Shapes, *, it
     common = _HIDDENS * item * hidden + attended
     # Without torch.compile, the two norms keep their float32 inputs, and activations their inputs.
     common += eager * 2 * _FLOAT32 * hidden
-    kept = item * (_FEED_FORWARD + eager) / trainer.tensor_parallel
-    of_dense = common + kept * dense
-    of_mixture = common + kept * shared + routed / trainer.tensor_parallel
+    bytes_of_width = item * (_FEED_FORWARD + eager) / trainer.tensor_parallel
+    of_dense = common + bytes_of_width * dense
+    of_mixture = common + bytes_of_width * shared + routed / trainer.tensor_parallel
     share = num_dense / int(text.num_hidden_layers)
     inner = share * dense + (1 - share) * (shared + chosen * _expert_width(text))
     selected = _SELECTED_HIDDENS * item * hidden + attended + _SELECTED_FEED_FORWARD * item * inner
@@ -547,7 +551,7 @@ def _attended(
         latent = int(rank) + int(getattr(text, "q_lora_rank", None) or 0)
         width = int(text.qk_nope_head_dim) + int(text.qk_rope_head_dim)
         expanded = width + int(text.qk_nope_head_dim) + int(text.v_head_dim)
-        width = -(-width // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+        width = -(-width // HEAD_MULTIPLE) * HEAD_MULTIPLE
         heads = queries / tensor * (4 * width + eager * expanded)
         return float(item * heads + (item + eager * _FLOAT32) * latent)
     # Heads are repeated until each rank that shares the pack has the same number.

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.common.memory.trainer import CHUNK_BYTES
 from services.common.models import vllm_operators
 from services.common.models.head import float32_products
 from services.common.models.invariant import float32_invariant_products
 from services.common.runspec.engines import InvariantEngine
 
-_CHUNK_BYTES = 24 * (1 << 30) // 10
-"""Max bytes of logits at once."""
 _EAGER_COPIES = 4
 """Tensors of the size of a chunk's logits that a divergence, or an engine's operators, need besides them."""
 LOWEST = -1e30
@@ -291,6 +290,6 @@ def _excluded(mask: Tensor | None, token_slice: slice, products: Tensor) -> Tens
 
 def chunks(hidden: Tensor, weight: Tensor, *, copies: int = 1) -> list[slice]:
     """Returns the chunks of ``[T, H]`` states whose logits exist at once, ``copies`` times."""
-    size = max(1, _CHUNK_BYTES // (weight.shape[0] * 4 * copies))
+    size = max(1, CHUNK_BYTES // (weight.shape[0] * 4 * copies))
     size = size - size % _TILE or size
     return [slice(start, start + size) for start in range(0, hidden.shape[0], size)]

@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from services.common.memory.trainer import HEAD_MULTIPLE
 from services.common.models import vllm_operators
 from services.common.models.invariant import invariant_attention
 from services.common.runspec.engines import InvariantEngine
@@ -38,8 +39,6 @@ PACKED_AS: Final[dict[InvariantEngine | None, str]] = {
     "vllm": "slipstream_packed_as_vllm",
 }
 """Name of the attention in transformers, by the engine whose operators it uses; None: ordinary operators."""
-_HEAD_MULTIPLE = 8
-"""Multiple of head sizes that the variable-length kernel supports."""
 # Before torch 2.12 the kernel supported fewer key-value heads without this argument.
 _takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _varlen_kernel: Any = partial(varlen_attn, enable_gqa=True) if _takes_gqa else varlen_attn
@@ -291,7 +290,7 @@ def _varlen(
     # The last query of a branch is at its last key: the kernel aligns both at their ends.
     width = value.shape[-1]
     # The kernel needs values as wide as keys, in a multiple of its head size; latent attention has others.
-    size = -(-key.shape[-1] // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+    size = -(-key.shape[-1] // HEAD_MULTIPLE) * HEAD_MULTIPLE
     query, key, value = (
         functional.pad(states, (0, size - states.shape[-1])).contiguous()
         for states in (query, key, value)

@@ -97,7 +97,7 @@ def _term(policy: Tensor, sampler: Tensor, count: int, centering: ScoreCentering
 def test_the_gradient_of_the_term_is_the_samplers_expectation_of_the_score(
     count: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "_CHUNK_BYTES", SIZE * 4 * 4)  # one token at a time
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", SIZE * 4 * 4)  # one token at a time
     centering = score_centering(_spec(count, **settings))
     assert centering is not None
     policy = torch.tensor(POLICY).requires_grad_()

@@ -85,7 +85,7 @@ def _divergence(kind: dict[str, Any], policy: Tensor, teacher: Tensor, head: Any
 def test_values_and_gradients_are_those_of_the_formulas(
     kind: dict[str, Any], top_k: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "_CHUNK_BYTES", 2 * 5 * 4 * 4)  # two tokens at a time
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 2 * 5 * 4 * 4)  # two tokens at a time
     student, teacher = torch.tensor(OWN).requires_grad_(), torch.tensor(TEACHER)
     identity = OutputHead(torch.eye(5))
     shown, head = teacher, identity

@@ -16,7 +16,7 @@ from tests.helpers.batches import CPU, policy_of, spec_of
 def test_chunks_do_not_change_values_or_gradients(
     chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", chunk_bytes)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(11, 8, generator=generator).requires_grad_()
     weight = torch.randn(37, 8, generator=generator).requires_grad_()
@@ -37,7 +37,7 @@ def test_chunks_do_not_change_values_or_gradients(
 
 
 def test_logits_of_one_chunk_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "_CHUNK_BYTES", 4 * 37 * 4)
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 4 * 37 * 4)
     storages: list[weakref.ref[torch.UntypedStorage]] = []
 
     def products(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ def test_logprobs_relative_to_a_mask_are_those_of_the_formula(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Compares with ``log pi(a) - log sum of pi over the mask`` (DeepSeek-V3.2) and its gradient."""
-    monkeypatch.setattr(logprobs, "_CHUNK_BYTES", 2 * 4 * 4)
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 2 * 4 * 4)
     logits = [[0.5, -1.0, 2.0, 0.1], [1.0, 0.3, -0.2, 0.0], [0.2, 0.4, 0.6, -3.0]]
     token_sets, targets, temperature = [[0, 2], [0, 1, 2, 3], [1]], [0, 3, 1], 0.7
     hidden = torch.tensor(logits).requires_grad_()
