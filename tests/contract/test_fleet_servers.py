@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from services.extras.fleets.engine import FleetEngine
 from services.extras.fleets.local import (
@@ -22,18 +21,15 @@ from services.extras.fleets.local import (
     LocalServer,
     LocalSglang,
     LocalVllm,
-    engine_arguments,
     local_servers,
 )
-from services.rollout.calls.outside import AddressPolicy
 from services.rollout.engines.base import Engine, EngineDiedError
-from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_config import EngineConfig
 from tests.contract import test_engine_contract, test_engine_weights
 from tests.contract.checks import PROMPT, adopt, assert_agrees
-from tests.contract.engines import decode, expected_logprobs, model_config, weights
+from tests.contract.engines import expected_logprobs, model_config, weights
+from tests.contract.fleets import assert_equal, attached, fleet_engine
 from tests.helpers.direct_weights import FleetSink
-from tests.helpers.engines import begun, made, request, running, until
+from tests.helpers.engines import begun, made, request, until
 from tests.helpers.ports import free_port
 from tests.helpers.weight_members import Cluster
 
@@ -59,7 +55,6 @@ CONTRACT = _contract(test_engine_contract) | _contract(test_engine_weights)
 _TIMEOUT_S = 300
 _DRAIN_S = 60
 """Longest drain of a server whose requests take a second; it waits as long as its clients send work."""
-_MOST_TOKENS = {"vllm-server": {}, "sglang-server": {"context_length": 506}}
 
 
 def _kind(package: str, kind: type[LocalServer], *options: str) -> Any:
@@ -91,32 +86,11 @@ def servers(request: pytest.FixtureRequest) -> Iterator[list[LocalServer]]:
 def _engine(
     servers: list[LocalServer], events: list[str] | None = None, **changes: Any
 ) -> FleetEngine:
-    name = servers[0].engine
-    options: dict[str, Any] = {
-        "config": model_config(),
-        "dtype": torch.float32,
-        "device": torch.device("cpu"),
-        "max_running": 8,
-        "decode": decode,
-        "arguments": {**engine_arguments(servers), **_MOST_TOKENS[name]},
-        "reach": AddressPolicy(("127.0.0.1",)),
-        "worker": "test",
-        "report": lambda kind, message: (events if events is not None else []).append(
-            f"{kind}: {message}"
-        ),
-    }
-    engine = make_engine(name, EngineConfig(**(options | changes)))
-    assert isinstance(engine, FleetEngine)
-    return engine
+    def report(kind: str, message: str) -> None:
+        if events is not None:
+            events.append(f"{kind}: {message}")
 
-
-@asynccontextmanager
-async def _attached(engine: FleetEngine, number: int) -> AsyncIterator[FleetEngine]:
-    """Yields the engine once it has attached to a number of servers."""
-    async with running(engine), asyncio.timeout(_TIMEOUT_S):
-        await engine.wait_ready()
-        await until(lambda: len(engine.backend.fleet.attached) == number, poll_s=0.01)
-        yield engine
+    return fleet_engine(servers, report=report, **changes)
 
 
 @pytest.mark.parametrize("name", CONTRACT)
@@ -124,7 +98,7 @@ async def test_servers_keep_the_contract_of_engines(name: str, servers: list[Loc
     @asynccontextmanager
     async def opened(*, tied: bool = True) -> AsyncIterator[Engine]:
         assert tied, "the servers' model has tied embeddings"
-        async with _attached(_engine(servers), 2) as engine:
+        async with attached(_engine(servers), 2) as engine:
             yield engine
 
     opener: Callable[..., AbstractAsyncContextManager[Engine]] = opened
@@ -133,7 +107,7 @@ async def test_servers_keep_the_contract_of_engines(name: str, servers: list[Loc
 
 
 async def test_five_updates_are_exact_on_every_server(servers: list[LocalServer]) -> None:
-    async with _attached(_engine(servers), 2) as engine:
+    async with attached(_engine(servers), 2) as engine:
         for version in range(5):
             await adopt(engine, version)
             fleet = engine.backend.fleet.serving
@@ -144,9 +118,9 @@ async def test_five_updates_are_exact_on_every_server(servers: list[LocalServer]
                 result = await task
                 assert result.version_runs == ((version, 12),)
                 expected = expected_logprobs(version, PROMPT[:context], result.token_ids)
-                _assert_equal(result.logprobs, expected)
+                assert_equal(result.logprobs, expected)
             expected = expected_logprobs(version, PROMPT[:1], PROMPT[1:])
-            _assert_equal(await engine.score(PROMPT), expected)
+            assert_equal(await engine.score(PROMPT), expected)
 
 
 async def test_five_updates_from_the_trainer_are_exact_on_every_server(
@@ -154,7 +128,7 @@ async def test_five_updates_from_the_trainer_are_exact_on_every_server(
 ) -> None:
     if servers[0].engine != "vllm-server":
         pytest.skip("only vLLM's workers receive weights from the trainer")
-    async with _attached(_engine(servers), 2) as engine:
+    async with attached(_engine(servers), 2) as engine:
         cluster = Cluster(
             mode="servers",
             specs=tuple(engine.weight_specs()),
@@ -179,9 +153,9 @@ async def test_five_updates_from_the_trainer_are_exact_on_every_server(
                 result = await task
                 assert result.version_runs == ((version, 12),)
                 expected = expected_logprobs(version, prompt, result.token_ids)
-                _assert_equal(result.logprobs, expected)
+                assert_equal(result.logprobs, expected)
             expected = expected_logprobs(version, PROMPT[:1], PROMPT[1:])
-            _assert_equal(await engine.score(PROMPT), expected)
+            assert_equal(await engine.score(PROMPT), expected)
             if version == 1:
                 # The trainer sends the version again to the server that lost it.
                 servers[0].kill()
@@ -198,17 +172,10 @@ async def test_five_updates_from_the_trainer_are_exact_on_every_server(
             await member.abort(1, "the test has ended")
 
 
-def _assert_equal(logprobs: Sequence[float], expected: Tensor) -> None:
-    """Checks logprobs in float32: 1e-5 on average; rounding moves those of unlikely tokens most."""
-    difference = (torch.tensor(logprobs) - expected).abs()
-    assert float(difference.mean()) <= 1e-5
-    assert float(difference.max()) <= 1e-4
-
-
 async def test_updates_in_the_middle_of_responses_give_exact_versions(
     servers: list[LocalServer],
 ) -> None:
-    async with _attached(_engine(servers), 2) as engine:
+    async with attached(_engine(servers), 2) as engine:
         await adopt(engine, 0)
         tasks = begun(engine, [PROMPT[: 5 + seed] for seed in range(8)], max_tokens=480)
         for version in range(1, 5):
@@ -225,7 +192,7 @@ async def test_updates_in_the_middle_of_responses_give_exact_versions(
 async def test_siblings_of_a_group_share_a_server_and_groups_are_spread(
     servers: list[LocalServer],
 ) -> None:
-    async with _attached(_engine(servers), 2) as engine:
+    async with attached(_engine(servers), 2) as engine:
         await adopt(engine, 0)
         contexts = [PROMPT[:20]] * 4 + [PROMPT[1:20]] * 4
         tasks = begun(engine, contexts, max_tokens=200)
@@ -262,7 +229,7 @@ async def test_a_router_is_asked_for_its_servers(
     events: list[str] = []
     with _router(servers, tmp_path) as address:
         arguments = {"addresses": [address], "token": TOKEN, "context_length": 506}
-        async with _attached(_engine(servers, events, arguments=arguments), 2) as engine:
+        async with attached(_engine(servers, events, arguments=arguments), 2) as engine:
             await adopt(engine, 0)
             results = await asyncio.gather(
                 *begun(engine, [PROMPT[: 5 + seed] for seed in range(8)], max_tokens=20)
@@ -277,7 +244,7 @@ async def test_a_router_is_asked_for_its_servers(
 async def test_a_server_that_another_run_uses_is_refused_by_name(
     servers: list[LocalServer],
 ) -> None:
-    async with _attached(_engine(servers), 2) as engine:
+    async with attached(_engine(servers), 2) as engine:
         await adopt(engine, 0)
         second_engine = _engine(servers, worker="another")
         with pytest.raises(EngineDiedError, match="'test' uses this server"):
@@ -299,7 +266,7 @@ async def test_a_killed_server_loses_no_response_and_returns_with_the_newest_wei
 ) -> None:
     events: list[str] = []
     killed, survivor = servers
-    async with _attached(_engine(servers, events), 2) as engine:
+    async with attached(_engine(servers, events), 2) as engine:
         await adopt(engine, 0)
         await engine.score(PROMPT)
         tasks = begun(engine, [PROMPT[: 5 + seed] for seed in range(6)], max_tokens=480)
@@ -333,7 +300,7 @@ async def test_a_drained_server_gets_no_further_work_and_returns_with_the_newest
 ) -> None:
     events: list[str] = []
     drained, other = servers
-    async with _attached(_engine(servers, events), 2) as engine:
+    async with attached(_engine(servers, events), 2) as engine:
         fleet = engine.backend.fleet
         await adopt(engine, 0)
         results: list[tuple[tuple[int, ...], Any]] = []
@@ -373,13 +340,13 @@ async def test_a_drained_server_gets_no_further_work_and_returns_with_the_newest
 async def test_weights_that_a_run_before_left_are_never_sampled_from(
     servers: list[LocalServer],
 ) -> None:
-    async with _attached(_engine(servers), 2) as engine:
+    async with attached(_engine(servers), 2) as engine:
         await adopt(engine, 3)
-    async with _attached(_engine(servers), 2) as engine:
+    async with attached(_engine(servers), 2) as engine:
         task = asyncio.ensure_future(engine.generate(request("early", PROMPT, max_tokens=5)))
         await asyncio.sleep(0.1)
         assert not task.done()
         await engine.adopt_weights(3, weights(4))
         result = await task
         expected = expected_logprobs(4, PROMPT, result.token_ids)
-        _assert_equal(result.logprobs, expected)
+        assert_equal(result.logprobs, expected)

@@ -1,20 +1,15 @@
 """An SGLang server on the CPU over two hosts, each with one of its two tensor-parallel ranks."""
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from services.extras.fleets.engine import FleetEngine
-from services.extras.fleets.local import LocalSglang, engine_arguments, local_servers
-from services.rollout.calls.outside import AddressPolicy
-from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_config import EngineConfig
+from services.extras.fleets.local import LocalSglang, local_servers
 from tests.contract.checks import PROMPT, adopt, assert_agrees
-from tests.contract.engines import decode, expected_logprobs, model_config
-from tests.helpers.engines import begun, made, running, until
+from tests.contract.engines import expected_logprobs, model_config
+from tests.contract.fleets import attached, fleet_engine
+from tests.helpers.engines import begun, made, until
 from tests.helpers.ports import free_port
 from tests.helpers.two_hosts import FURTHER_ADDRESS, OverTwoHosts, require_namespaces
 
@@ -54,26 +49,6 @@ def server() -> Iterator[TwoHosts]:
         yield started
 
 
-@asynccontextmanager
-async def _attached(server: TwoHosts) -> AsyncIterator[FleetEngine]:
-    config = EngineConfig(
-        config=model_config(),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_running=8,
-        decode=decode,
-        arguments={**engine_arguments([server]), "context_length": 506},
-        reach=AddressPolicy(("127.0.0.1",)),
-        worker="test",
-    )
-    engine = make_engine("sglang-server", config)
-    assert isinstance(engine, FleetEngine)
-    async with running(engine), asyncio.timeout(600):
-        await engine.wait_ready()
-        await until(lambda: len(engine.backend.fleet.attached) == 1, poll_s=0.01)
-        yield engine
-
-
 def _assert_equal(
     logprobs: tuple[float, ...], version: int, context: tuple[int, ...], tokens: tuple[int, ...]
 ) -> None:
@@ -82,7 +57,7 @@ def _assert_equal(
 
 
 async def test_five_updates_are_exact_in_the_ranks_of_both_hosts(server: TwoHosts) -> None:
-    async with _attached(server) as engine:
+    async with attached(fleet_engine([server]), 1, timeout_s=600) as engine:
         for version in range(5):
             await adopt(engine, version)
             prompts = [PROMPT[:7], PROMPT[:11]]
@@ -94,7 +69,7 @@ async def test_five_updates_are_exact_in_the_ranks_of_both_hosts(server: TwoHost
 
 
 async def test_responses_cross_updates_of_both_hosts_with_exact_versions(server: TwoHosts) -> None:
-    async with _attached(server) as engine:
+    async with attached(fleet_engine([server]), 1, timeout_s=600) as engine:
         await adopt(engine, 0)
         tasks = begun(engine, [PROMPT[: 5 + seed] for seed in range(4)], max_tokens=480)
         for version in range(1, 4):

@@ -12,15 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.extras.fleets.engine import FleetEngine
-from services.extras.fleets.local import LocalServer, LocalVllm, engine_arguments, local_servers
-from services.rollout.calls.outside import AddressPolicy
+from services.extras.fleets.local import LocalServer, LocalVllm, local_servers
 from services.rollout.engines.base import EngineDiedError, GenerationResult
-from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_config import EngineConfig
 from services.weightsync.adapters import FROZEN_DIGEST, frozen_digest, merged_weight
 from services.weightsync.weight_plan import LORA_DOWN, LORA_UP
 from tests.contract.checks import PROMPT
-from tests.contract.engines import decode, make_model, model_config
+from tests.contract.engines import make_model
+from tests.contract.fleets import fleet_engine
 from tests.helpers.engines import begun, made, running, until
 
 pytest.importorskip("vllm", reason="vllm is not installed here")
@@ -103,21 +101,9 @@ def _assert_exact(
 
 
 def _engine(server: LocalServer, run: str, **changes: Any) -> FleetEngine:
-    arguments = dict(changes.pop("arguments", {}))
-    options: dict[str, Any] = {
-        "config": model_config(),
-        "dtype": torch.float32,
-        "device": torch.device("cpu"),
-        "max_running": 8,
-        "decode": decode,
-        "adds_adapters": True,
-        "arguments": {**engine_arguments([server]), **arguments},
-        "reach": AddressPolicy(("127.0.0.1",)),
-        "worker": f"{run}/rollout-0",
-    }
-    engine = make_engine("vllm-server", EngineConfig(**(options | changes)))
-    assert isinstance(engine, FleetEngine)
-    return engine
+    return fleet_engine(
+        [server], **{"adds_adapters": True, "worker": f"{run}/rollout-0", **changes}
+    )
 
 
 @asynccontextmanager

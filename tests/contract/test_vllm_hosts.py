@@ -1,32 +1,26 @@
 """A vLLM server on the CPU whose engine spans two hosts, each with one of its two tensor-parallel ranks."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from services.extras.fleets.engine import FleetEngine
-from services.extras.fleets.local import LocalServer, LocalVllm, engine_arguments, local_servers
-from services.rollout.calls.outside import AddressPolicy
-from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_config import EngineConfig
+from services.extras.fleets.local import LocalVllm, local_servers
 from services.weightsync.adapters import FROZEN_DIGEST, frozen_digest
 from services.weightsync.weight_plan import LORA_DOWN, LORA_UP
 from tests.contract.checks import PROMPT, adopt, assert_agrees
 from tests.contract.engines import (
-    decode,
     expected_logprobs,
     make_model,
     model_config,
     weights,
 )
+from tests.contract.fleets import assert_equal, attached, fleet_engine
 from tests.helpers.direct_weights import FleetSink
-from tests.helpers.engines import begun, made, running, until
+from tests.helpers.engines import begun, made, until
 from tests.helpers.ports import free_port
 from tests.helpers.two_hosts import FURTHER_ADDRESS, OverTwoHosts, require_namespaces
 from tests.helpers.weight_members import Cluster
@@ -66,44 +60,17 @@ def server() -> Iterator[TwoHosts]:
         yield started
 
 
-@asynccontextmanager
-async def _attached(server: LocalServer, **changes: Any) -> AsyncIterator[FleetEngine]:
-    options: dict[str, Any] = {
-        "config": model_config(),
-        "dtype": torch.float32,
-        "device": torch.device("cpu"),
-        "max_running": 8,
-        "decode": decode,
-        "arguments": engine_arguments([server]),
-        "reach": AddressPolicy(("127.0.0.1",)),
-        "worker": "test",
-    }
-    engine = make_engine("vllm-server", EngineConfig(**(options | changes)))
-    assert isinstance(engine, FleetEngine)
-    async with running(engine), asyncio.timeout(300):
-        await engine.wait_ready()
-        await until(lambda: len(engine.backend.fleet.attached) == 1, poll_s=0.01)
-        yield engine
-
-
-def _assert_equal(logprobs: Sequence[float], expected: Tensor) -> None:
-    """Checks logprobs in float32: 1e-5 on average; rounding moves those of unlikely tokens most."""
-    difference = (torch.tensor(logprobs) - expected).abs()
-    assert float(difference.mean()) <= 1e-5
-    assert float(difference.max()) <= 1e-4
-
-
 async def _assert_serves(engine: FleetEngine, version: int) -> None:
     prompts = [PROMPT[:7], PROMPT[:11]]
     for prompt, task in zip(prompts, begun(engine, prompts, max_tokens=12), strict=True):
         result = await task
         assert result.version_runs == ((version, 12),)
-        _assert_equal(result.logprobs, expected_logprobs(version, prompt, result.token_ids))
-    _assert_equal(await engine.score(PROMPT), expected_logprobs(version, PROMPT[:1], PROMPT[1:]))
+        assert_equal(result.logprobs, expected_logprobs(version, prompt, result.token_ids))
+    assert_equal(await engine.score(PROMPT), expected_logprobs(version, PROMPT[:1], PROMPT[1:]))
 
 
 async def test_five_updates_are_exact_in_the_workers_of_both_hosts(server: TwoHosts) -> None:
-    async with _attached(server) as engine:
+    async with attached(fleet_engine([server]), 1) as engine:
         for version in range(5):
             await adopt(engine, version)
             await _assert_serves(engine, version)
@@ -112,7 +79,7 @@ async def test_five_updates_are_exact_in_the_workers_of_both_hosts(server: TwoHo
 async def test_five_updates_from_the_trainer_are_exact_in_the_workers_of_both_hosts(
     server: TwoHosts,
 ) -> None:
-    async with _attached(server) as engine:
+    async with attached(fleet_engine([server]), 1) as engine:
         cluster = Cluster(
             mode="servers",
             specs=tuple(engine.weight_specs()),
@@ -136,7 +103,7 @@ async def test_five_updates_from_the_trainer_are_exact_in_the_workers_of_both_ho
 
 
 async def test_responses_cross_updates_of_both_hosts_with_exact_versions(server: TwoHosts) -> None:
-    async with _attached(server) as engine:
+    async with attached(fleet_engine([server]), 1) as engine:
         await adopt(engine, 0)
         tasks = begun(engine, [PROMPT[: 5 + seed] for seed in range(4)], max_tokens=480)
         for version in range(1, 4):
@@ -154,7 +121,7 @@ async def test_a_server_whose_further_host_died_is_lost_and_serves_again_after_i
 ) -> None:
     events: list[str] = []
     changes = {"report": lambda kind, message: events.append(kind)}
-    async with _attached(server, **changes) as engine:
+    async with attached(fleet_engine([server], **changes), 1) as engine:
         await adopt(engine, 0)
         await _assert_serves(engine, 0)
         server.kill_further_host()
@@ -166,7 +133,7 @@ async def test_a_server_whose_further_host_died_is_lost_and_serves_again_after_i
         await asyncio.to_thread(server.wait)
         await adopt(engine, 1)
         result = await task
-        _assert_equal(
+        assert_equal(
             result.logprobs,
             expected_logprobs(result.version_runs[0][0], PROMPT[:9], result.token_ids),
         )
@@ -178,7 +145,7 @@ async def test_a_server_whose_further_host_freezes_is_lost_and_serves_again_by_i
 ) -> None:
     events: list[str] = []
     changes = {"report": lambda kind, message: events.append(kind)}
-    async with _attached(server, **changes) as engine:
+    async with attached(fleet_engine([server], **changes), 1) as engine:
         await adopt(engine, 0)
         await _assert_serves(engine, 0)
         with server.frozen_further_host():
@@ -205,11 +172,12 @@ async def test_adapters_reach_the_workers_of_both_hosts(server: TwoHosts, tmp_pa
             value.data += up @ down
     options = ("--enable-lora", "--max-loras", "3", "--max-lora-rank", "8")
     with local_servers(TwoHosts, tmp_path, 1, *_OPTIONS, *_CACHE, *options) as (shared,):
-        async with _attached(shared, adds_adapters=True, worker="run/rollout-0") as engine:
+        run_engine = fleet_engine([shared], adds_adapters=True, worker="run/rollout-0")
+        async with attached(run_engine, 1) as engine:
             await engine.adopt_weights(3, sent)
             (result,) = await asyncio.gather(*begun(engine, [PROMPT[:7]], max_tokens=12))
     assert result.version_runs == ((3, 12),)
     with torch.no_grad():
         logits = base(torch.tensor([[*PROMPT[:7], *result.token_ids]])).logits[0, 6:-1]
     tokens = torch.tensor(result.token_ids)[:, None]
-    _assert_equal(result.logprobs, logits.float().log_softmax(-1).gather(1, tokens)[:, 0])
+    assert_equal(result.logprobs, logits.float().log_softmax(-1).gather(1, tokens)[:, 0])
