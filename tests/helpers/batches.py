@@ -148,6 +148,20 @@ def queue_of(fields: Mapping[str, Jagged], tags: Mapping[str, Any]) -> Queue:
     return Queue(meta, fields)
 
 
+def with_experts(queue: Queue, policy: Policy) -> Queue:
+    """Adds routed experts to samples: some differ from those that ``policy`` chooses, some are unknown."""
+    prompts, responses = queue.fields["prompt_ids"], queue.fields["response_ids"]
+    with torch.no_grad():
+        policy(pack(prompts, responses, device=CPU))
+    assert policy.routing is not None
+    experts_by_layer = policy.routing._chosen
+    experts = torch.stack([experts_by_layer[layer] for layer in sorted(experts_by_layer)], 1)
+    experts[::2] = (experts[::2] + 1) % 8
+    experts[::5] = 255
+    lengths = prompts.lengths + responses.lengths - 1
+    return queue.replaced(routed_experts=Jagged(experts.to(torch.uint8), lengths))
+
+
 def random_queue(
     policy: Policy, *, num_groups: int = 4, group_size: int = 4, seed: int = 0, version: int = 0
 ) -> Queue:

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import distributed
 from transformers import AutoConfig
 
@@ -12,11 +11,9 @@ from services.extras.reference_engine.engine import ReferenceEngine
 from services.extras.stages.engine import StagesEngine
 from services.extras.stages.layout import build_stage
 from services.extras.stages.modules import StagedPolicy
-from services.trainer.batch.packing import pack
 from services.trainer.engines.fsdp.compiling import compile_ahead
 from services.trainer.engines.fsdp.parallel import distribute
-from services.wire.data.jagged import Jagged
-from tests.helpers.batches import CPU, Queue, policy_of, random_queue, spec_of
+from tests.helpers.batches import CPU, Queue, policy_of, random_queue, spec_of, with_experts
 from tests.helpers.mixtures import tiny_config
 
 TINY = "tiny:qwen2-0.4m"
@@ -124,18 +121,7 @@ def queue_for(spec: RunSpec) -> Queue:
     """Returns random samples; with routing replay, with experts that partly differ and partly are unknown."""
     policy = policy_of(spec, seed=1, scale=1.5)
     queue = random_queue(policy)
-    if spec.rollout.routing_replay == "off":
-        return queue
-    prompts, responses = queue.fields["prompt_ids"], queue.fields["response_ids"]
-    with torch.no_grad():
-        policy(pack(prompts, responses, device=CPU))
-    assert policy.routing is not None
-    experts_by_layer = policy.routing._chosen
-    experts = torch.stack([experts_by_layer[layer] for layer in sorted(experts_by_layer)], 1)
-    experts[::2] = (experts[::2] + 1) % 8
-    experts[::5] = 255
-    lengths = prompts.lengths + responses.lengths - 1
-    return queue.replaced(routed_experts=Jagged(experts.to(torch.uint8), lengths))
+    return queue if spec.rollout.routing_replay == "off" else with_experts(queue, policy)
 
 
 def engine_of_stage(spec: RunSpec, rank: int) -> StagesEngine:

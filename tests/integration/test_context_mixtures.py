@@ -9,12 +9,10 @@ from torch import distributed
 
 from services.common.models.loading import build_model, stored_tensors
 from services.common.runspec.run import RunSpec
-from services.trainer.batch.packing import pack
 from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.model.policy import Policy
-from services.wire.data.jagged import Jagged
 from services.wire.step_command import StepCommand
-from tests.helpers.batches import CPU, Queue, random_queue, rank_of, spec_of
+from tests.helpers.batches import CPU, random_queue, rank_of, spec_of, with_experts
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.integration.test_trainer_ranks import Recorder
@@ -87,7 +85,7 @@ def _spec(trainer: dict[str, Any], replay: str) -> RunSpec:
 def _train(family: str, spec: RunSpec, rank: int = 0) -> dict[str, Any]:
     """Trains a step; returns its metrics, its gradients and the router biases after it."""
     policy = _policy(family, spec)
-    queue = _queue(policy)
+    queue = with_experts(random_queue(policy, num_groups=3), policy)
     topology = build_topology(
         spec.trainer, device=CPU, rank=rank, world_size=spec.trainer.world_size
     )
@@ -108,18 +106,3 @@ def _train(family: str, spec: RunSpec, rank: int = 0) -> dict[str, Any]:
 def _policy(family: str, spec: RunSpec) -> Policy:
     model = build_model(tiny_config(family), dtype=torch.float32, device=CPU, seed=3)
     return Policy(model, temperature=1.0, routing_replay=spec.rollout.routing_replay)
-
-
-def _queue(policy: Policy) -> Queue:
-    """Returns random samples with routed experts; some differ from the model's, some are unknown."""
-    queue = random_queue(policy, num_groups=3)
-    prompts, responses = queue.fields["prompt_ids"], queue.fields["response_ids"]
-    with torch.no_grad():
-        policy(pack(prompts, responses, device=CPU))
-    assert policy.routing is not None
-    experts_by_layer = policy.routing._chosen
-    experts = torch.stack([experts_by_layer[layer] for layer in sorted(experts_by_layer)], 1)
-    experts[::2] = (experts[::2] + 1) % 8
-    experts[::5] = 255
-    lengths = prompts.lengths + responses.lengths - 1
-    return queue.replaced(routed_experts=Jagged(experts.to(torch.uint8), lengths))
