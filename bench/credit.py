@@ -74,17 +74,17 @@ def replies(question: str, answer: str) -> Iterator[tuple[str, str, float]]:
 
 
 def _other_quantities(question: str, number: str, last: str) -> Iterator[tuple[str, str, float]]:
-    asked = _ASKED_NOUN.search(question)
-    if not asked or _value(number) == 1:
+    asked_noun = _ASKED_NOUN.search(question)
+    if not asked_noun or _value(number) == 1:
         return
-    is_money = _MONEY.search(asked[1]) or "$" in last or _MONEY.search(last)
+    is_money = _MONEY.search(asked_noun[1]) or "$" in last or _MONEY.search(last)
     if not is_money:
         yield "number as dollars", f"${number}", 0.0
         yield "number and dollars", f"{number} dollars", 0.0
         yield "boxed number as dollars", f"\\boxed{{\\${number}}}", 0.0
     if "%" not in last and "percent" not in f"{question}{last}":
         yield "number as per cents", f"{number}%", 0.0
-    text = f"{question[asked.start() :]} {last}".casefold()
+    text = f"{question[asked_noun.start() :]} {last}".casefold()
     for noun in dict.fromkeys(_COUNTED.findall(question)):
         if noun.removesuffix("s") not in text:
             yield "other noun", f"{number} {noun}", 0.0

@@ -63,9 +63,9 @@ def test_a_run_lives_in_a_bucket_and_another_starts_from_its_checkpoint(
     )
     assert first.code == 0, first.out + first.err
     assert stored_steps(f"{bucket}/runs/first") == [2, 3]
-    told = uploaded_steps(tmp_path / "one")
-    assert {*told} >= {2, 3}, "each upload is told before the run ends"
-    assert len({*told}) == len(told)
+    reported_steps = uploaded_steps(tmp_path / "one")
+    assert {*reported_steps} >= {2, 3}, "each upload is reported before the run ends"
+    assert len({*reported_steps}) == len(reported_steps)
     assert event_types(tmp_path / "one") >= {"CheckpointSaved", "CheckpointsUploaded"}
     assert not event_types(tmp_path / "one") & {"CheckpointUploadFailing", "CheckpointNotUploaded"}
     # Everything that the first run has on this machine is lost, except for its record.

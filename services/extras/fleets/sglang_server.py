@@ -189,8 +189,9 @@ class SglangServer(FleetServer):
         if (await self.send("GET", "/ready"))[0] != _UNAVAILABLE:
             return
         try:
-            # Asked to end, it refuses at once. An engine that does not answer is refused after 20 s only, and
-            # has a deadline of its own; one that answers again is ready again by this question.
+            # After SIGTERM, the server refuses this request at once. If its engine does not answer, it
+            # refuses after 20 s, and that failure has another deadline. A successful request marks the
+            # server as ready.
             status, _, _ = await self.send("GET", "/health")
         except ServerAwayError:
             return

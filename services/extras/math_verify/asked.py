@@ -1,4 +1,4 @@
-r"""What a question asks for: a count of a noun, money, per cents, a quantity, a variable. Pure.
+r"""Finds what a question asks for: a count of a noun, money, per cents, a quantity, a variable. Pure.
 
 "How many pages does Tom read?" asks for pages, so ``36 books`` and ``\$36`` are answers to other questions.
 What a question does not say, such as the noun of "How many are left?", decides nothing.
@@ -147,7 +147,7 @@ _ARTICLES: Final = frozenset({"a", "A", "I"})
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a question asks for; all fields are empty if that cannot be told."""
+    """Kind of answer that a question asks for; all fields are empty if the question does not show it."""
 
     nouns: frozenset[str] = frozenset()
     """Stems of the words of "How many duck eggs?"."""
@@ -155,7 +155,7 @@ class Asked:
     is_per_cent: bool = False
     unit: units.Unit | None = None
     dimensions: frozenset[tuple[tuple[str, int], ...]] = frozenset()
-    """Those of "How long?" and "What is the area?"."""
+    """Dimensions of the answers to "How long?" and "What is the area?"."""
 
     @property
     def is_quantity(self) -> bool:

@@ -1,9 +1,9 @@
-r"""What a final answer says beside its number: a unit, a word, an ordinal's letters. Pure.
+r"""Compares the unit or the words next to the number of a final answer with the question. Pure.
 
 A number answers a question alone, or beside what agrees with the expected answer or with what the question
 asks for (:mod:`asked`). Three things may stand beside a number, and each has one rule:
 
-* a currency: money has to be asked for, unless nothing tells what is asked for;
+* a currency: the question has to ask for money, unless it does not show what it asks for;
 * a unit: the asked one, or one of the asked dimension, or one that the question has;
 * a noun: the asked one, or one that the question does not have, which may be another word for it. A noun that
   the question has elsewhere counts something else, and so does ``pairs`` or ``boxes``.

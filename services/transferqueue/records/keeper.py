@@ -130,9 +130,8 @@ class SampleRecordKeeper:
         """Returns True if the store has all samples of a run whose recording has stopped."""
         if timeout_s <= 0:
             return True
-        if (
-            uploads := self._uploads.get(run_id)
-        ) is None:  # it has none, or this process has restarted
+        uploads = self._uploads.get(run_id)
+        if uploads is None:  # the run has no samples, or this process has restarted
             return not self._path(run_id).exists()
         return await asyncio.to_thread(uploads.wait, timeout_s)
 

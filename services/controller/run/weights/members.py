@@ -250,7 +250,7 @@ class WeightMembers:
         ]
 
     def unpublishable(self, silent_members: Iterable[str]) -> UnavailableError:
-        """Returns the error of a publication whose members do not answer; it tells where they are."""
+        """Returns the error of a publication whose members do not answer; its text has their addresses."""
         names = " and ".join(f"{name} at {self._addresses[name]}" for name in silent_members)
         verb = "do" if " and " in names else "does"
         return UnavailableError(f"{names} {verb} not answer, so no version can be published")
