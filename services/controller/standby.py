@@ -60,7 +60,7 @@ class Standby:
         self._forwarding: set[asyncio.Task[None]] = set()
         self._connected: set[asyncio.Task[None]] = set()
         self._hosts: dict[Port, str] = {}
-        self._own: dict[Port, tuple[str, int]] = {}
+        self._own_addresses: dict[Port, tuple[str, int]] = {}
         self._rest_listener: socket.socket | None = None
         self.rest_port = 0
         self.grpc_port = 0
@@ -102,7 +102,7 @@ class Standby:
         The gRPC port is free afterwards.
         """
         self._stop_accepting()
-        self._own = {
+        self._own_addresses = {
             "rest": (self._hosts["rest"], self.rest_port),
             "grpc": (self._hosts["grpc"], self.grpc_port),
         }
@@ -149,7 +149,7 @@ class Standby:
             logger.warning("no controller leads", extra={"waited_s": _HOLD_S})
             return
         task = asyncio.current_task()
-        if not self._own and task is not None:
+        if not self._own_addresses and task is not None:
             self._connected.add(task)
         try:
             await _copy_both(reader, upstream[1], upstream[0], writer)
@@ -161,8 +161,8 @@ class Standby:
     async def _connect(self, port: Port) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connects to the leader's port; waits while no controller leads."""
         while True:
-            target = self._own.get(port) or _target(await self._leader(), port)
-            if target is not None and (self._own or target != self._address(port)):
+            target = self._own_addresses.get(port) or _target(await self._leader(), port)
+            if target is not None and (self._own_addresses or target != self._address(port)):
                 with suppress(OSError, TimeoutError):
                     async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                         return await asyncio.open_connection(*target)

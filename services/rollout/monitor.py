@@ -69,13 +69,13 @@ class DecodeTimes:
     """Fits an engine's decode step time, ``fixed + samples * per_sample``, to its gauges."""
 
     def __init__(self) -> None:
-        self._seen: tuple[float, EngineStats] | None = None
+        self._last_stats: tuple[float, EngineStats] | None = None
         self._sums = [0.0] * 5
         self._most = 0.0
 
     def observe(self, stats: EngineStats, *, now: float) -> None:
         """Adds the gauges at time ``now`` in seconds; skips intervals in which nothing was decoded."""
-        last, self._seen = self._seen, (now, stats)
+        last, self._last_stats = self._last_stats, (now, stats)
         if last is None:
             return
         then, before = last

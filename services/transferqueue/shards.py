@@ -62,7 +62,7 @@ class Shards:
         self._clients: Counter[tuple[str, str]] = Counter()
         self._waiters = Waiters()
         self._num_keepers = 0
-        self._kept: list[BlobRef] = []
+        self._deferred: list[BlobRef] = []
 
     def add_local(
         self,
@@ -157,7 +157,7 @@ class Shards:
     def free(self, blobs: Sequence[BlobRef]) -> None:
         """Deletes blobs on their shards; ignores those of dead shards."""
         if self._num_keepers:
-            self._kept += blobs
+            self._deferred += blobs
             return
         by_shard: dict[str, list[int]] = {}
         for blob in blobs:
@@ -174,7 +174,7 @@ class Shards:
             yield
         finally:
             self._num_keepers -= 1
-            deferred, self._kept = self._kept, []
+            deferred, self._deferred = self._deferred, []
             self.free(deferred)
 
     def _notify_clients(self) -> None:

@@ -165,11 +165,11 @@ class _Arriving:
         """Waits for the statement; copies both sides of the comparison to the host."""
         self._works[-1].wait()
         checksums = torch.cat((self._stated, self._computed.flatten().view(torch.uint8)))
-        self._found = checksums.to("cpu", non_blocking=True)
+        self._checksums = checksums.to("cpu", non_blocking=True)
 
     def verified(self) -> str:
         """Compares both sides after the device is done; returns the digest of the received version."""
-        stated, computed = self._found.split((self._stated.nbytes, self._computed.nbytes))
+        stated, computed = self._checksums.split((self._stated.nbytes, self._computed.nbytes))
         return check_statement(
             stated,
             computed.view(torch.int64).view(-1, 2),

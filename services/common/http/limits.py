@@ -95,16 +95,16 @@ class Connections:
         self._open: Counter[str] = Counter()
         self._unauthenticated: dict[int, _Counted] = {}
         """Sockets whose peer has not authenticated, by descriptor, the oldest first."""
-        self._held: dict[Holder, int] = {}
+        self._bytes_by_holder: dict[Holder, int] = {}
         self._held_bytes = 0
         self._log = RareLog(logger)
 
     def record_size(self, holder: Holder, num_bytes: int) -> None:
         """Records the current size of a connection's request; ends the largest requests beyond the limit."""
-        self._held_bytes += num_bytes - self._held.get(holder, 0)
-        self._held[holder] = num_bytes
+        self._held_bytes += num_bytes - self._bytes_by_holder.get(holder, 0)
+        self._bytes_by_holder[holder] = num_bytes
         while self._held_bytes > self._max_request_bytes:
-            largest = max(self._held, key=self._held.__getitem__)
+            largest = max(self._bytes_by_holder, key=self._bytes_by_holder.__getitem__)
             self.release(largest)
             largest.end(
                 "all requests together exceed the memory limit, and this one was the largest"
@@ -112,7 +112,7 @@ class Connections:
 
     def release(self, holder: Holder) -> None:
         """Drops the size of a connection's request."""
-        self._held_bytes -= self._held.pop(holder, 0)
+        self._held_bytes -= self._bytes_by_holder.pop(holder, 0)
 
     def add(self, connection: "_Counted") -> bool:
         """Counts a connection; returns False if its peer has reached the limit."""

@@ -220,9 +220,9 @@ def fitted(
     :func:`trainer_memory`.
     """
     trainer = spec.trainer
-    recomputed, kept = trainer.activation_checkpointing, trainer.keep_gathered
+    recomputed, gathered = trainer.activation_checkpointing, trainer.keep_gathered
     ways = _CHECKPOINTING_ORDER if recomputed == "auto" else (recomputed,)
-    choices = (True, False)[: 1 + trainer.may_free_gathered] if kept == "auto" else (kept,)
+    choices = (True, False)[: 1 + trainer.may_free_gathered] if gathered == "auto" else (gathered,)
     cache = min(kv_bytes(spec, config), _KV_SHARE * gpu_bytes)
     engine = ModelSize.of(config, spec).on_each_gpu(spec) + cache + ENGINE
     room = gpu_bytes - engines * engine

@@ -29,15 +29,15 @@ class RenewedChannel:
     def __init__(self, tls: Tls, open_channel: Open) -> None:
         self._tls = tls
         self._open = open_channel
-        self._shown = tls.current()
-        self._channels = [open_channel(self._shown)]
+        self._configuration = tls.current()
+        self._channels = [open_channel(self._configuration)]
 
     def current(self) -> grpc.aio.Channel:
         """Returns the channel with the newest certificate."""
         configuration = self._tls.current()
-        if configuration is not self._shown:
+        if configuration is not self._configuration:
             self._channels.append(self._open(configuration))
-            self._shown = configuration
+            self._configuration = configuration
         return self._channels[-1]
 
     def unary_unary(self, method: str, *arguments: Any, **options: Any) -> "_Method":

@@ -30,7 +30,7 @@ class EngineKind:
     """Names of the engine's arguments; None if only its package knows them."""
     harmless_arguments: frozenset[str] = frozenset()
     """Arguments that load and start nothing, which every user may set; others require an admin."""
-    given: Mapping[str, str] = field(default_factory=dict)
+    run_arguments: Mapping[str, str] = field(default_factory=dict)
     """Arguments that follow from the run, each with the key to set instead."""
     gpu_arguments: Sequence[str] = ()
     """Arguments whose product is the number of GPUs of one rollout."""
@@ -189,10 +189,10 @@ class EngineKind:
                 f"{sorted(self.arguments or ())}; remove the others"
             )
         for name in arguments:
-            if name in self.given:
+            if name in self.run_arguments:
                 raise ValueError(
                     f"rollout.engine_arguments.{name} is set by the run; remove it"
-                    + (f", and set {self.given[name]}" if self.given[name] else "")
+                    + (f", and set {self.run_arguments[name]}" if self.run_arguments[name] else "")
                 )
         self.num_gpus(arguments)
         limit = arguments.get(self.length_argument) if self.length_argument else None

@@ -46,7 +46,7 @@ class RunApi:
         self._manager = manager
         self._handlers = Handlers(manager, audit, logs, limits, fleets or NoFleets())
         self._users = users
-        self._known: dict[str, tuple[Principal, float]] = {}
+        self._principals: dict[str, tuple[Principal, float]] = {}
         self._auth_rate_limit = AuthRateLimit()
         self._lookups: dict[str, asyncio.Future[Principal]] = {}
         # Separate threads: the default threads also read files for callers without credentials.
@@ -65,7 +65,7 @@ class RunApi:
         who = self._known_principal(authorization)
         if who is None:
             # A known token is exempt from the limit, which other requests from that address may exceed.
-            is_known = authorization in self._known
+            is_known = authorization in self._principals
             slot = nullcontext() if is_known else self._auth_rate_limit.limit_lookups(peer)
             try:
                 async with slot:
@@ -75,19 +75,19 @@ class RunApi:
                         who = await self._look_up(authorization)
                         self._remember(authorization, who)
             except UnauthenticatedError:
-                self._known.pop(authorization, None)
+                self._principals.pop(authorization, None)
                 raise
         await self.limits.admit(who.project)
         return who
 
     def _known_principal(self, authorization: str) -> Principal | None:
-        who, deadline = self._known.get(authorization, (None, 0.0))
+        who, deadline = self._principals.get(authorization, (None, 0.0))
         return who if time.monotonic() <= deadline else None
 
     def _remember(self, authorization: str, who: Principal) -> None:
-        if len(self._known) >= _MAX_CACHED:
-            self._known.clear()
-        self._known[authorization] = (who, time.monotonic() + _CACHE_S)
+        if len(self._principals) >= _MAX_CACHED:
+            self._principals.clear()
+        self._principals[authorization] = (who, time.monotonic() + _CACHE_S)
 
     async def check_valid(self, who: Principal) -> None:
         """Checks that a principal of an earlier request is still known.

@@ -199,7 +199,7 @@ class PromptOrder:
         self.difficulty = difficulty
         """Success rates of the prompts; None without a curriculum."""
         self._num_rows = mixture.num_rows
-        self._taken = mixture.taken(position)
+        self._num_taken = mixture.taken(position)
         self._seed = seed
         self._shuffle = shuffle
         self._position = position
@@ -254,10 +254,10 @@ class PromptOrder:
 
     def _take(self) -> int:
         """Returns the row at the current position and advances the position."""
-        number = self.mixture.next_set(self._taken)
+        number = self.mixture.next_set(self._num_taken)
         num_rows = self.mixture.sizes[number]
-        epoch, index = divmod(self._taken[number], num_rows)
-        self._taken[number] += 1
+        epoch, index = divmod(self._num_taken[number], num_rows)
+        self._num_taken[number] += 1
         self._position += 1
         if self._shuffle:
             index = shuffled(index, num_rows, key=_mixed(self._seed, epoch, number))

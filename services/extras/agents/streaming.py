@@ -180,7 +180,7 @@ class VisibleText:
         # A token's text depends on its neighbours, so decoding starts a few tokens before the new ones.
         self._context = 0
         self._decoded = 0
-        self._held = ""
+        self._pending = ""
         self._sent = Piece()
         self.num_characters = 0
         """Number of characters of all decoded tokens."""
@@ -197,7 +197,7 @@ class VisibleText:
         if text.endswith(_INCOMPLETE):
             return Piece()
         self._context, self._decoded = self._decoded, len(self._tokens)
-        self._held += text[len(old_text) :]
+        self._pending += text[len(old_text) :]
         self.num_characters += len(text) - len(old_text)
         piece = self._visible()
         self._sent = Piece(
@@ -225,11 +225,11 @@ class VisibleText:
         if self._is_at_start or self._is_reasoning:
             return Piece(reasoning=reasoning)
         if self._reasoning is not None and not self._sent.content:
-            self._held = self._held.lstrip()
-        visible = self._held[: _first_mark(self._held, self._marks)]
+            self._pending = self._pending.lstrip()
+        visible = self._pending[: _first_mark(self._pending, self._marks)]
         if self._marks:  # a reply before a call or a stop text ends without spaces
             visible = visible.rstrip()
-        self._held = self._held[len(visible) :]
+        self._pending = self._pending[len(visible) :]
         return Piece(visible, reasoning)
 
     def _new_reasoning(self) -> str:
@@ -238,25 +238,25 @@ class VisibleText:
             return ""
         begin, end = self._reasoning.begin, self._reasoning.end
         if self._is_at_start:
-            start = self._held.lstrip()
+            start = self._pending.lstrip()
             if begin.startswith(start) and start != begin:
                 return ""
             self._is_at_start = False
             if start.startswith(begin):
-                self._held, self._is_reasoning = start[len(begin) :], True
+                self._pending, self._is_reasoning = start[len(begin) :], True
                 self._label = self._reasoning.label
-        if not self._is_reasoning or (self._label and self._label.startswith(self._held)):
+        if not self._is_reasoning or (self._label and self._label.startswith(self._pending)):
             return ""
-        self._held, self._label = self._held.removeprefix(self._label), ""
+        self._pending, self._label = self._pending.removeprefix(self._label), ""
         if not self._sent.reasoning:
-            self._held = self._held.lstrip()
-        before, separator, after = self._held.partition(end)
+            self._pending = self._pending.lstrip()
+        before, separator, after = self._pending.partition(end)
         if separator:
-            self._held, self._is_reasoning = after, False
+            self._pending, self._is_reasoning = after, False
             return before.rstrip()
         # Spaces before the end mark do not belong to the reasoning.
-        new = self._held[: _first_mark(self._held, (end, *self._marks))].rstrip()
-        self._held = self._held[len(new) :]
+        new = self._pending[: _first_mark(self._pending, (end, *self._marks))].rstrip()
+        self._pending = self._pending[len(new) :]
         return new
 
 

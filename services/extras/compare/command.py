@@ -19,15 +19,15 @@ Either = Annotated[str, typer.Argument(help="Name of a run, or the start of its 
 
 
 def compare(
-    one: Either,
-    other: Either,
+    run: Either,
+    other_run: Either,
     url: Url = None,
     state_directory: StateDirectory = DEFAULT_STATE,
 ) -> None:
     """Compare two runs: results, and keys of their specifications that differ."""
 
     async def work(api: Api) -> tuple[RunView, RunView]:
-        ids = [await find_run(api, run_name) for run_name in (one, other)]
+        ids = [await find_run(api, run_name) for run_name in (run, other_run)]
         first, second = await asyncio.gather(*map(api.get, ids))
         return first, second
 

@@ -22,10 +22,10 @@ class _Reader(FileSystemReader):
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(str(folder))
-        self._known = metadata
+        self._metadata = metadata
 
     def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
-        return self._known
+        return self._metadata
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,7 +241,7 @@ class FlatTarget:
         self._width = shape[piece.dim] * inner
         self._begin, length = piece.start * inner, piece.length * inner
         rows = parameter.detach().view(prod(shape[: piece.dim]), -1)
-        self._place = rows.narrow(1, piece.target_start * inner, length)
+        self._columns = rows.narrow(1, piece.target_start * inner, length)
 
     def pairs(self, first: int, values: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Returns pairs of a view into the parameter and the values to copy there, as 2-D blocks.
@@ -257,9 +257,11 @@ class FlatTarget:
             width = min(self._width - column, len(values))
             block = values[: num_rows * width].view(num_rows, width)
             begin = max(self._begin, column)
-            end = min(self._begin + self._place.shape[1], column + width)
+            end = min(self._begin + self._columns.shape[1], column + width)
             if begin < end:
-                target = self._place[row : row + num_rows, begin - self._begin : end - self._begin]
+                target = self._columns[
+                    row : row + num_rows, begin - self._begin : end - self._begin
+                ]
                 pairs.append((target, block[:, begin - column : end - column]))
             values = values[num_rows * width :]
             row, column = row + num_rows, 0

@@ -296,24 +296,24 @@ def _place(
     if _ABSORBED in name:
         raise UnknownLayoutError(f"engines derive other tensors from {name!r}")
     if name in targets:
-        if ranks > 1 and any(part in name for part in _FUSED):
+        if ranks > 1 and any(module in name for module in _FUSED):
             raise UnknownLayoutError(
                 f"a rank's shard of {name!r}, fused in checkpoints, is not one block"
             )
         return _place_alone(name, shape, targets[name], rank=rank, ranks=ranks)
     prefix, _, end = name.rpartition("_proj.")
-    module, _, part = prefix.rpartition(".")
-    if part in ("q", "k", "v"):
+    module, _, projection = prefix.rpartition(".")
+    if projection in ("q", "k", "v"):
         target = f"{module}.qkv_proj.{end}"
         queries = sources.get(f"{module}.q_proj.{end}", (0,))[0] // ranks
         start, length = 0, queries
-        if part != "q":
+        if projection != "q":
             length = (_rows(targets, target, name) - queries) // 2
-            start = queries + (length if part == "v" else 0)
-    elif part in ("gate", "up"):
+            start = queries + (length if projection == "v" else 0)
+    elif projection in ("gate", "up"):
         target = f"{module}.gate_up_proj.{end}"
         length = _rows(targets, target, name) // 2
-        start = length if part == "up" else 0
+        start = length if projection == "up" else 0
     else:
         raise UnknownLayoutError(f"no parameter receives the tensor {name!r}")
     if length < 1 or length * ranks % shape[0] or targets.get(target, ())[1:] != shape[1:]:

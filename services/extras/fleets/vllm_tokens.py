@@ -87,8 +87,8 @@ class VllmTokens:
             if leaving is not None:
                 leaving.cancel()
             del self._groups[group]
-            if left := [name for name in names.values() if self._streams.pop(name, None)]:
-                await self._engine.engine_core.abort_requests_async(left)
+            if unfinished_ids := [name for name in names.values() if self._streams.pop(name, None)]:
+                await self._engine.engine_core.abort_requests_async(unfinished_ids)
 
     async def freeze(self) -> None:
         """Stops between two steps; requests keep their tokens."""

@@ -74,14 +74,14 @@ class PodLogs:
         self._core = core
         self._namespace = namespace
         self._state_directory = state_directory
-        self._known: set[tuple[str, str]] = set()
+        self._followed: set[tuple[str, str]] = set()
 
     async def watch(self, changes: "asyncio.Queue[Seen]") -> None:
         """Follows the containers of all observed pods until cancelled."""
         while True:
             change = await changes.get()
             if change.body is None:
-                self._known = {key for key in self._known if key[0] != change.name}
+                self._followed = {key for key in self._followed if key[0] != change.name}
             else:
                 self._follow(change.name, change.body)
 
@@ -93,8 +93,8 @@ class PodLogs:
         run_id = pod["metadata"]["labels"][RUN_LABEL]
         for container in _started(pod):
             key = (name, container)
-            if key not in self._known:
-                self._known.add(key)
+            if key not in self._followed:
+                self._followed.add(key)
                 folder = self._state_directory / run_id / "logs"
                 file = folder / f"{_component(run_id, place_of(pod), container)}.log"
                 # A daemon, because it may be blocked in a read that only the API server ends.
@@ -110,7 +110,7 @@ class PodLogs:
             logger.info(
                 "log stream of a pod ended; reopening it", extra={"pod": key[0], "why": str(error)}
             )
-            self._known.discard(key)
+            self._followed.discard(key)
 
     def _append(self, name: str, container: str, file: Path) -> None:
         """Appends new log lines to the file; after a reconnection, up to a second of lines may repeat."""

@@ -323,10 +323,10 @@ class _Follower:
     ) -> None:
         self._listing = listing
         self._what = subject
-        self._seen = changes
+        self._changes = changes
         self._loop = loop
         self._stopped = threading.Event()
-        self._known: set[str] = set()
+        self._names: set[str] = set()
 
     def stop(self) -> None:
         self._stopped.set()
@@ -355,11 +355,11 @@ class _Follower:
         response = self._listing(_request_timeout=_TIMEOUT_S)
         page = ApiClient().sanitize_for_serialization(response)
         bodies = {body["metadata"]["name"]: body for body in page["items"]}
-        for name in self._known - set(bodies):
+        for name in self._names - set(bodies):
             self._report(Seen(name=name, body=None))
         for name, body in bodies.items():
             self._report(Seen(name=name, body=body))
-        self._known = set(bodies)
+        self._names = set(bodies)
         return str(page["metadata"]["resourceVersion"])
 
     def _stream(self, version: str) -> None:
@@ -375,12 +375,12 @@ class _Follower:
             body = event["raw_object"]
             name = body["metadata"]["name"]
             if event["type"] == "DELETED":
-                self._known.discard(name)
+                self._names.discard(name)
                 self._report(Seen(name=name, body=None, last=body))
             else:
-                self._known.add(name)
+                self._names.add(name)
                 self._report(Seen(name=name, body=body))
 
     def _report(self, change: Seen) -> None:
         if not self._stopped.is_set():
-            self._loop.call_soon_threadsafe(self._seen.put_nowait, change)
+            self._loop.call_soon_threadsafe(self._changes.put_nowait, change)

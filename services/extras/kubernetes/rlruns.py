@@ -116,17 +116,17 @@ class WriteBudget:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._left = float(_MAX_BURST)
+        self._budget = float(_MAX_BURST)
         self._time = now()
 
     def take(self, change: Change) -> float:
         """Takes one write and returns 0, or returns the seconds after which to ask again."""
         now = self._now()
-        self._left = min(self._left + (now - self._time) * _WRITES_PER_S, _MAX_BURST)
+        self._budget = min(self._budget + (now - self._time) * _WRITES_PER_S, _MAX_BURST)
         self._time = now
-        if self._left < change:
-            return (change - self._left) / _WRITES_PER_S + 0.01
-        self._left -= 1
+        if self._budget < change:
+            return (change - self._budget) / _WRITES_PER_S + 0.01
+        self._budget -= 1
         return 0.0
 
 
@@ -531,7 +531,7 @@ class RLRunApi:
         self._custom = custom
         self._core = core
         self._namespace = namespace
-        self._place = (GROUP, VERSION, namespace, PLURAL)
+        self._resource = (GROUP, VERSION, namespace, PLURAL)
 
     async def set_finalizer(self, body: Json, *, is_set: bool) -> Json:
         """Adds or removes the finalizer that keeps a deleted object until its run has ended.
@@ -549,7 +549,7 @@ class RLRunApi:
         updated: Json = await call_kubernetes(
             f"finalizer of {KIND} {metadata['name']}",
             self._custom.patch_namespaced_custom_object,
-            *self._place,
+            *self._resource,
             metadata["name"],
             {"metadata": patch},
             _content_type=_MERGE,
@@ -562,7 +562,7 @@ class RLRunApi:
         await call_kubernetes(
             f"status of {KIND} {name}",
             self._custom.patch_namespaced_custom_object_status,
-            *self._place,
+            *self._resource,
             name,
             {"status": {**removals, **status}},
             _content_type=_MERGE,
@@ -575,7 +575,7 @@ class RLRunApi:
             await call_kubernetes(
                 f"{KIND} {metadata['name']}",
                 self._custom.delete_namespaced_custom_object,
-                *self._place,
+                *self._resource,
                 metadata["name"],
                 body={"preconditions": {"uid": metadata["uid"]}},
             )

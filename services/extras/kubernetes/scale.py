@@ -39,10 +39,10 @@ class RolloutScales:
         on_scale: ScaleHandler,
     ) -> None:
         self._api = api
-        self._place = (GROUP, VERSION, namespace, PLURAL)
+        self._resource = (GROUP, VERSION, namespace, PLURAL)
         self._owner = owner
         self._on_scale = on_scale
-        self._asked: dict[str, int] = {}
+        self._requested: dict[str, int] = {}
 
     async def write_replicas(self, run_id: str, replicas: int) -> None:
         """Writes a run's number of rollouts; a different number requested meanwhile is kept."""
@@ -50,7 +50,7 @@ class RolloutScales:
         selector = f"{RUN_LABEL}={run_id},app.kubernetes.io/component=rollout"
         status = {"status": {"replicas": replicas, "selector": selector}}
         try:
-            if self._asked.get(run_id, replicas) == replicas:
+            if self._requested.get(run_id, replicas) == replicas:
                 await self._write_spec(run_id, replicas)
             await self._patch(
                 "status", self._api.patch_namespaced_custom_object_status, name, status
@@ -62,10 +62,10 @@ class RolloutScales:
 
     async def remove(self, run_id: str) -> None:
         """Deletes the object of a run that has ended."""
-        self._asked.pop(run_id, None)
+        self._requested.pop(run_id, None)
         try:
             method, name = self._api.delete_namespaced_custom_object, _name(run_id)
-            await delete(f"RolloutScale {name}", method, *self._place, name)
+            await delete(f"RolloutScale {name}", method, *self._resource, name)
         except ServiceError as error:
             logger.warning(
                 "cannot delete the RolloutScale", extra={"run": run_id, "error": str(error)}
@@ -81,13 +81,13 @@ class RolloutScales:
     async def _process_change(self, body: Mapping[str, Any]) -> None:
         run_id, replicas = body["metadata"]["labels"][RUN_LABEL], body["spec"]["replicas"]
         if replicas == body.get("status", {}).get("replicas", replicas):
-            self._asked.pop(run_id, None)
-        elif self._asked.get(run_id) != replicas:
-            self._asked[run_id] = replicas
+            self._requested.pop(run_id, None)
+        elif self._requested.get(run_id) != replicas:
+            self._requested[run_id] = replicas
             try:
                 await self._on_scale(run_id, replicas)
             except (ServiceError, ValueError) as error:  # seen again with the next list
-                del self._asked[run_id]
+                del self._requested[run_id]
                 why = {"run": run_id, "replicas": replicas, "error": str(error)}
                 logger.warning("cannot scale the run", extra=why)
 
@@ -106,7 +106,7 @@ class RolloutScales:
             await call_kubernetes(
                 f"RolloutScale {_name(run_id)}",
                 self._api.create_namespaced_custom_object,
-                *self._place,
+                *self._resource,
                 body,
             )
 
@@ -114,7 +114,7 @@ class RolloutScales:
         self, section: str, method: Callable[..., Any], name: str, changes: Mapping[str, Any]
     ) -> None:
         subject = f"{section} of RolloutScale {name}"
-        await call_kubernetes(subject, method, *self._place, name, changes, _content_type=_MERGE)
+        await call_kubernetes(subject, method, *self._resource, name, changes, _content_type=_MERGE)
 
 
 def _name(run_id: str) -> str:

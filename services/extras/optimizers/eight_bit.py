@@ -50,8 +50,8 @@ class AdamW8bit(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Updates all parameters that have a gradient."""
         for group in self.param_groups:
-            for part in parts_of(group, self.state):
-                update_rows(part, group)
+            for batch in parts_of(group, self.state):
+                update_rows(batch, group)
             count_update(group, self.state)
 
 
@@ -60,14 +60,14 @@ _States = Mapping[Tensor, Mapping[str, Tensor]]
 
 def parts_of(group: Mapping[str, Any], states: _States) -> Iterator[list["QuantizedRows"]]:
     """Yields the rows of a group's parameters that have gradients, as many at a time as fit into a part."""
-    part: list[QuantizedRows] = []
+    batch: list[QuantizedRows] = []
     for rows in _rows_of(group["params"], states):
-        part.append(rows)
-        if sum(entry.weight.numel() for entry in part) >= _PART_VALUES:
-            yield part
-            part = []
-    if part:
-        yield part
+        batch.append(rows)
+        if sum(entry.weight.numel() for entry in batch) >= _PART_VALUES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def count_update(group: Mapping[str, Any], states: _States) -> None:
@@ -105,19 +105,19 @@ def _rows_of(parameters: Iterable[nn.Parameter], states: _States) -> Iterator[Qu
             yield QuantizedRows(weight[rows], gradient[rows], {**some, "step": step.clone()})
 
 
-def update_rows(part: Sequence[QuantizedRows], group: Mapping[str, Any]) -> None:
+def update_rows(batch: Sequence[QuantizedRows], group: Mapping[str, Any]) -> None:
     """Updates rows and their moments, which are on the device of the weights."""
-    moments = {name: [_read_moment(rows.state, name) for rows in part] for name in _IS_SIGNED}
+    moments = {name: [_read_moment(rows.state, name) for rows in batch] for name in _IS_SIGNED}
     update_parts(
         group,
-        weights=[rows.weight for rows in part],
-        gradients=[rows.gradient for rows in part],
+        weights=[rows.weight for rows in batch],
+        gradients=[rows.gradient for rows in batch],
         first_moments=moments["exp_avg"],
         second_moments=moments["exp_avg_sq"],
-        steps=[rows.state["step"] for rows in part],
+        steps=[rows.state["step"] for rows in batch],
     )
     for name, values in moments.items():
-        for rows, value in zip(part, values, strict=True):
+        for rows, value in zip(batch, values, strict=True):
             _write_moment(rows.state, name, value)
 
 

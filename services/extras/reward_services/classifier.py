@@ -61,7 +61,7 @@ class Classifier:
                 f"{model!r} has the classes {', '.join(labels)}, got --label {label!r}; omit it for a model "
                 "with one output, otherwise set it to the class whose probability is the score"
             )
-        self._place = None if label is None else labels[label]
+        self._label_index = None if label is None else labels[label]
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         self._model.config.pad_token_id = self._tokenizer.pad_token_id
@@ -125,7 +125,9 @@ class Classifier:
         logits = self._model(
             input_ids=ids.to(self._device), attention_mask=mask.long().to(self._device)
         ).logits.float()
-        label_scores = logits[:, 0] if self._place is None else logits.softmax(1)[:, self._place]
+        label_scores = (
+            logits[:, 0] if self._label_index is None else logits.softmax(1)[:, self._label_index]
+        )
         return [float(score) for score in label_scores]
 
 

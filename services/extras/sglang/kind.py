@@ -32,7 +32,7 @@ KIND: Final = EngineKind(
             *("disable_overlap_schedule", "enable_mixed_chunk", "disable_custom_all_reduce"),
         }
     ),
-    given={
+    run_arguments={
         "model_path": "model.path",
         "dtype": "trainer.dtype",
         "device": "",

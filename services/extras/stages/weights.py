@@ -30,7 +30,7 @@ class StageExport(WeightExport):
         # Tensor-parallel ranks have columns of some matrices; copies of experts do not follow one another.
         experts = 1 if topology.experts is None else topology.experts["experts"].size()
         self.gathers_rows = topology.tensor_parallel > 1 or 1 < experts < len(self._stage.ranks)
-        self._place = topology.rank - self._stage.ranks.start
+        self._stage_rank = topology.rank - self._stage.ranks.start
 
     def weight_specs(self) -> list[TensorSpec]:
         """Returns the specifications of the tensors of all stages, in the order of a checkpoint."""
@@ -79,7 +79,7 @@ class StageExport(WeightExport):
             return self._own_rows(value)
         gathered = value.full_tensor() if isinstance(value, DTensor) else value
         count = -(-len(gathered) // len(self._stage.ranks))
-        return gathered[self._place * count :][:count]
+        return gathered[self._stage_rank * count :][:count]
 
     def _sender(self, name: str) -> int:
         return self._whole.sender(name, self._stage.count)

@@ -118,11 +118,11 @@ class TrackerProcesses:
         self._deadline_s = deadline_s
         self._on_failure = on_failure
         self._environment = _environment(folder, token)
-        self._known: set[str] = set()
+        self._begun_runs: set[str] = set()
 
     async def follow_project(self) -> None:
         """Writes all runs of the project that name trackers, forever."""
-        self._known.clear()
+        self._begun_runs.clear()
         async with TaskGroup() as tasks:
             while True:
                 for run_id in await self._unwritten():
@@ -170,9 +170,9 @@ class TrackerProcesses:
         return [tracker["kind"] for tracker in run.spec.get("trackers", ())]
 
     async def _begin(self, run_id: str, tasks: TaskGroup) -> None:
-        if run_id in self._known:
+        if run_id in self._begun_runs:
             return
-        self._known.add(run_id)
+        self._begun_runs.add(run_id)
         with suppress(ApiError):  # it was deleted meanwhile
             if kinds := await self._kinds(run_id):
                 tasks.create_task(self._write(run_id, kinds))
@@ -182,7 +182,7 @@ class TrackerProcesses:
             for kind in kinds:
                 tasks.create_task(self._supervise(run_id, kind))
         # The next event of a paused run starts its processes again.
-        self._known.discard(run_id)
+        self._begun_runs.discard(run_id)
 
     async def _supervise(self, run_id: str, kind: str) -> None:
         """Keeps a process running that writes a run to a tracker, until the run ends or pauses."""

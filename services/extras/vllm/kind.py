@@ -34,7 +34,7 @@ KIND: Final = EngineKind(
             ),
         }
     ),
-    given={
+    run_arguments={
         "model": "model.path",
         "dtype": "trainer.dtype",
         "max_num_seqs": "rollout.max_running_samples",

@@ -53,7 +53,7 @@ class TokenBatcher:
         self.era = 0
         self._interval = interval
         self._has_masks = has_masks
-        self._held: dict[str, _Gathered] = {}
+        self._gathered: dict[str, _Gathered] = {}
 
     def passed(  # noqa: C901 -- one loop over every token of the engine
         self, outputs: list[EngineCoreOutput]
@@ -64,7 +64,7 @@ class TokenBatcher:
         ``n`` tokens have candidates, the logprobs are ``[n, 1 + M]``, and the candidates' ids, ``[n, M]``,
         replace the ranks.
         """
-        gathered, era, interval = self._held, self.era, self._interval
+        gathered, era, interval = self._gathered, self.era, self._interval
         ready_outputs = []
         for output in outputs:
             new = output.new_logprobs
@@ -100,11 +100,11 @@ class TokenBatcher:
 
     def discard_tokens(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self._held.pop(request_id, None)
+            self._gathered.pop(request_id, None)
 
     def _complete(self, output: EngineCoreOutput) -> None:
         """Moves all held tokens of a request into its output."""
-        request = self._held.pop(output.request_id, None)
+        request = self._gathered.pop(output.request_id, None)
         if request is None:
             return
         output.new_token_ids = request.token_ids

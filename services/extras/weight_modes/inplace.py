@@ -23,7 +23,7 @@ class InplaceReceiver:
         self.held_version = -1
         self._sink = sink
         self._slots = Slots(plan, devices[0])
-        self._place: Place | None = None
+        self._copy_slot: Place | None = None
         self._is_open = False
         self._is_written = False
 
@@ -34,13 +34,13 @@ class InplaceReceiver:
             ValueError: If its weights cannot be written in place, or differ from the plan.
         """
         self._is_open = True
-        self._place = await self._sink.open_weights(self.plan, self._slots.buffers)
+        self._copy_slot = await self._sink.open_weights(self.plan, self._slots.buffers)
 
     def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
         """Receives into the live weights; from now on nothing is served until they are adopted."""
-        assert self._place is not None, "a transfer needs a preparation"
+        assert self._copy_slot is not None, "a transfer needs a preparation"
         self._is_written = True
-        return receive_staged(group, self._slots, order, self._place)
+        return receive_staged(group, self._slots, order, self._copy_slot)
 
     async def adopt(self, version: int) -> float:
         """Resumes with the weights that are in place."""

@@ -252,7 +252,7 @@ class ScorerOfSets:
 
     def __init__(self, common: Scorer, by_set: Mapping[str, Scorer]) -> None:
         self._common = common
-        self._own = by_set
+        self._by_set = by_set
 
     @classmethod
     @asynccontextmanager
@@ -277,11 +277,11 @@ class ScorerOfSets:
 
     def comparison(self, split: str) -> Comparison | None:
         """Returns the comparison for a split; see :meth:`Scorer.comparison`."""
-        return self._own.get(split, self._common).comparison()
+        return self._by_set.get(split, self._common).comparison()
 
     async def score(self, reward_input: RewardInput) -> Score:
         """Returns the weighted sum and its terms; see :meth:`Scorer.score`."""
-        return await self._own.get(reward_input.split, self._common).score(reward_input)
+        return await self._by_set.get(reward_input.split, self._common).score(reward_input)
 
 
 def _compared(

@@ -88,7 +88,7 @@ class RunningGroup:
         self._episodes: dict[int, Episode] = {}
         self._num_failed_scores: dict[int, int] = {}
         self._scores: dict[int, Score] = {}
-        self._given: dict[int, RewardInput] = {}
+        self._reward_inputs: dict[int, RewardInput] = {}
         self._members: dict[int, asyncio.Task[Sample | None]] = {}
         self._stops = split_stop_texts(spec.sampling.stop, tools.tokenizer)
         self._opens_reasoning: dict[tuple[int, ...], bool] = {}
@@ -187,7 +187,7 @@ class RunningGroup:
                 if not await self._run_workflow(episode):
                     return None
                 self._check_segments(episode)
-                reward_input = self._given[member] = self._input(episode)
+                reward_input = self._reward_inputs[member] = self._input(episode)
                 score = earlier.score or await self._score(reward_input)
             except CallError as error:
                 failure = error
@@ -287,7 +287,7 @@ class RunningGroup:
         scored = [sample for sample in samples if sample.finish_reason != "failed"]
         if not scored:
             return [*samples]
-        reward_inputs = [self._given[sample.member] for sample in scored]
+        reward_inputs = [self._reward_inputs[sample.member] for sample in scored]
         for _ in range(self._spec.max_attempts):
             try:
                 with metrics.REWARD_SECONDS.time(), tracing.span("reward.compare"):

@@ -140,7 +140,7 @@ class EpisodeWatch:
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
-        self._seen: dict[tuple[str, int], tuple[int, float]] = {}
+        self._marks: dict[tuple[str, int], tuple[int, float]] = {}
 
     def find_stalled(
         self, groups: Mapping[str, Mapping[int, int]], *, now: float
@@ -155,14 +155,14 @@ class EpisodeWatch:
         stalled: dict[str, str] = {}
         for group_id, marks in groups.items():
             for member, mark in marks.items():
-                before, since = self._seen.get((group_id, member), (mark, now))
+                before, since = self._marks.get((group_id, member), (mark, now))
                 last_marks[group_id, member] = (mark, since if before == mark else now)
                 if before == mark and now - since > self.deadline_s:
                     stalled[group_id] = (
                         f"member {member} generated no token and made no call for {now - since:.0f} s; check "
                         "what its workflow waits for, or raise limits.stall_timeout_s"
                     )
-        self._seen = last_marks
+        self._marks = last_marks
         return stalled
 
 

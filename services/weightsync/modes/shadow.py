@@ -80,13 +80,13 @@ class MultiSourceReceiver:
         self._sink = sink
         self._slots = slots or Slots(plan, devices[0])
         flat, self._tensors = whole_buffers(plan, devices)
-        self._place = Placer(plan, flat)
+        self._placer = Placer(plan, flat)
 
     async def prepare(self) -> None:
         """Does nothing: the shadow is always ready."""
 
     def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        return receive_staged(group, self._slots, order, self._place)
+        return receive_staged(group, self._slots, order, self._placer)
 
     async def adopt(self, version: int) -> float:
         """Copies the shadow into the live weights."""

@@ -109,7 +109,7 @@ class _Arriving:
         self._source = source
         self._channel = channel
         self._slots = slots
-        self._place = copy_slot
+        self._copy_slot = copy_slot
         self._num_buckets = len(slots.plan.sources[source].buckets)
         self._computed = torch.zeros(self._num_buckets, 2, dtype=torch.int64, device=slots.device)
         self._stated = no_statement(self._computed)
@@ -124,7 +124,7 @@ class _Arriving:
         self._works[index].wait()
         slot = self._slots.slot(self._source, index)
         write_checksum(slot, self._computed[index])
-        self._place(self._source, index, slot)
+        self._copy_slot(self._source, index, slot)
         self._start(index + STAGING_SLOTS)
 
     def finish(self) -> None:

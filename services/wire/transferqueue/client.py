@@ -98,7 +98,7 @@ class TransferQueueClient:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = pb_grpc.TransferQueueServiceStub(channel)
-        self._kept = pb_grpc.SampleRecordServiceStub(channel)
+        self._records = pb_grpc.SampleRecordServiceStub(channel)
 
     @classmethod
     @asynccontextmanager
@@ -284,7 +284,7 @@ class TransferQueueClient:
         request = pb.RecordSamplesRequest(
             run_id=run_id, max_bytes=max_bytes, max_steps=max_steps, directory=directory
         )
-        await call(self._kept.RecordSamples, request, idempotent=True)
+        await call(self._records.RecordSamples, request, idempotent=True)
 
     async def sample_upload(self, run_id: str, *, wait_s: float = 0.0) -> tuple[bool, float, str]:
         """Returns the state of the uploads of a run's samples.
@@ -298,7 +298,7 @@ class TransferQueueClient:
         """
         request = pb.GetSampleUploadRequest(run_id=run_id, wait_s=wait_s)
         response = await call(
-            self._kept.GetSampleUpload, request, timeout_s=wait_s + TIMEOUT_S, idempotent=True
+            self._records.GetSampleUpload, request, timeout_s=wait_s + TIMEOUT_S, idempotent=True
         )
         return response.is_pending, response.failing_s, response.cause
 
@@ -314,11 +314,11 @@ class TransferQueueClient:
         fields = {name: value for name, value in asdict(query).items() if value is not None}
         request = pb.ReadSampleRecordsRequest(run_id=run_id, **fields)
         try:
-            async for response in self._kept.ReadSampleRecords(request, timeout=_READ_TIMEOUT_S):
+            async for response in self._records.ReadSampleRecords(request, timeout=_READ_TIMEOUT_S):
                 yield response.lines
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, "ReadSampleRecords of the transferqueue") from error
 
     async def delete_sample_records(self, run_id: str, *, directory: str = "") -> None:
         request = pb.DeleteSampleRecordsRequest(run_id=run_id, directory=directory)
-        await call(self._kept.DeleteSampleRecords, request, idempotent=True)
+        await call(self._records.DeleteSampleRecords, request, idempotent=True)

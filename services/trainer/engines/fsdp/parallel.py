@@ -314,8 +314,8 @@ _TENSOR_PLAN: dict[str, Any] = {
     "self_attn.q_b_proj": ColwiseParallel(),
     "self_attn.kv_b_proj": ColwiseParallel(),
     **{
-        f"{part}.{name}": style()
-        for part in ("mlp", "mlp.shared_expert", "mlp.shared_experts")
+        f"{prefix}.{name}": style()
+        for prefix in ("mlp", "mlp.shared_expert", "mlp.shared_experts")
         for name, style in (
             ("gate_proj", ColwiseParallel),
             ("up_proj", ColwiseParallel),

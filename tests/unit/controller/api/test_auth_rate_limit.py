@@ -38,7 +38,7 @@ async def test_unknown_tokens_are_looked_for_at_a_rate_and_known_ones_always():
     users = Users()
     api = RunApi(None, None, None, users, Unlimited())
     assert await api.authenticate("Bearer right", "10.0.0.1") == ANN
-    api._known["Bearer right"] = (ANN, 0.0)  # expires the cache entry of the token
+    api._principals["Bearer right"] = (ANN, 0.0)  # expires the cache entry of the token
     refused = {UnauthenticatedError: 0, RateLimitedError: 0}
     for number in range(500):
         with pytest.raises((UnauthenticatedError, RateLimitedError)) as error:
@@ -55,7 +55,7 @@ async def test_concurrent_requests_with_one_token_share_a_lookup():
     users = Users()
     api = RunApi(None, None, None, users, Unlimited())
     await api.authenticate("Bearer right", "10.0.0.1")
-    api._known["Bearer right"] = (ANN, 0.0)  # expires the cache entry of the token
+    api._principals["Bearer right"] = (ANN, 0.0)  # expires the cache entry of the token
     await asyncio.gather(*[api.authenticate("Bearer right", "10.0.0.1") for _ in range(100)])
     assert users.num_asked == 2
 
