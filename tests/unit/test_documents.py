@@ -92,39 +92,43 @@ def check_own_command(command: Command) -> None:
     if not command.arguments or command.arguments[0].startswith("-"):
         assert set(options(command)) <= _OWN_OPTIONS
         return
-    name, *given = command.arguments
-    for option, value in pairwise(given):
+    name, *words = command.arguments
+    for option, value in pairwise(words):
         if option == "--set":
             assert_key_exists(value.partition("=")[0])
     assert name in NAMES, f"commands are {sorted(NAMES)}"
     parameters = load(name).params
-    known = {
+    options_by_name = {
         option: parameter
         for parameter in parameters
         for option in (*parameter.opts, *parameter.secondary_opts)
     }
-    assert set(options(command)) <= {*known, "--help"}
+    assert set(options(command)) <= {*options_by_name, "--help"}
     positional = []
-    words = iter(given)
-    for word in words:
+    remaining = iter(words)
+    for word in remaining:
         if word.startswith("-") and word != "-":
             option, has_value, _ = word.partition("=")
-            if not has_value and not getattr(known.get(option), "is_flag", True):
-                next(words, None)
+            if not has_value and not getattr(options_by_name.get(option), "is_flag", True):
+                next(remaining, None)
         else:
             positional.append(word)
-    places = [each for each in parameters if isinstance(each, typer.core.TyperArgument)]
-    assert len(positional) <= len(places), f"it takes {[place.name for place in places]}"
-    if command.is_whole and "--example" not in given:
-        assert len(positional) >= sum(place.required for place in places)
+    arguments = [
+        parameter for parameter in parameters if isinstance(parameter, typer.core.TyperArgument)
+    ]
+    assert len(positional) <= len(arguments), (
+        f"it takes {[argument.name for argument in arguments]}"
+    )
+    if command.is_whole and "--example" not in words:
+        assert len(positional) >= sum(argument.required for argument in arguments)
 
 
 def assert_key_exists(key: str) -> None:
     parts = key.split(".")
     keys = [".".join(parts[: n + 1]) for n in range(len(parts))]
     # Keys below a mapping of user arguments have no row.
-    own = next((each for each in keys if each.endswith("_arguments")), key)
-    assert f"| `{own}` |" in RUNSPEC, f"a specification has no key {key}"
+    documented_key = next((prefix for prefix in keys if prefix.endswith("_arguments")), key)
+    assert f"| `{documented_key}` |" in RUNSPEC, f"a specification has no key {key}"
 
 
 _ROW = re.compile(r"^\| `([\w.]+)` \|", re.MULTILINE)
@@ -160,7 +164,7 @@ def test_every_key_and_metric_that_a_document_names_exists(page):
         if key.split(".")[0] in keys and key not in keys | _NO_KEYS and not files.search(key)
         if find_spec(key.split(".")[0]) is None
         # Keys below a mapping of arguments are chosen by the user.
-        if not any(part in keys and part.endswith("arguments") for part in _prefixes(key))
+        if not any(prefix in keys and prefix.endswith("arguments") for prefix in _prefixes(key))
     }
     metrics = _ROW.findall((ROOT / "docs" / "metrics.md").read_text())
     unknown |= set(_METRIC.findall(text)) - {*metrics} - _NO_METRICS
@@ -198,14 +202,14 @@ def check_helm_command(command: Command) -> None:
 
 
 def assert_value_exists(key: str) -> None:
-    found = SCHEMA
-    for part in key.split("."):
-        found = {**SCHEMA, **found}
-        if "$ref" in found:
-            found = SCHEMA["$defs"][found["$ref"].rpartition("/")[2]]
-        inner = found.get("properties", {}).get(part) or found.get("additionalProperties")
+    schema = SCHEMA
+    for name in key.split("."):
+        schema = {**SCHEMA, **schema}
+        if "$ref" in schema:
+            schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
+        inner = schema.get("properties", {}).get(name) or schema.get("additionalProperties")
         assert inner, f"the chart has no value {key}"
-        found = inner if isinstance(inner, dict) else {}
+        schema = inner if isinstance(inner, dict) else {}
 
 
 def test_every_module_that_is_run_exists():
@@ -231,8 +235,8 @@ def check_imports(command: Command) -> None:
         if isinstance(node, ast.ImportFrom):
             module = import_module(node.module)
             folders = getattr(module, "__path__", ())
-            known = {*dir(module), *(found.name for found in iter_modules(folders))}
-            assert {name.name for name in node.names} <= known
+            names = {*dir(module), *(submodule.name for submodule in iter_modules(folders))}
+            assert {name.name for name in node.names} <= names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -286,10 +290,10 @@ def check_counterpart(key: str, value: str) -> None:
     if f"## {key}" not in RUNSPEC:  # a list has a section of its items
         assert_key_exists(key)
     if value:
-        part, _, name = key.partition(".")
+        section, _, name = key.partition(".")
         model = {"path": "Qwen/Qwen2-7B-Instruct"}  # a model that an engine on a GPU decodes
-        spec = spec_with(model=model, **{part: {name: yaml.safe_load(value)}})
-        assert getattr(getattr(spec, part), name) == value, key
+        spec = spec_with(model=model, **{section: {name: yaml.safe_load(value)}})
+        assert getattr(getattr(spec, section), name) == value, key
 
 
 def test_the_translated_verl_command_is_a_specification():

@@ -61,12 +61,12 @@ def test_every_module_that_a_test_runs_exists():
 def test_every_path_that_a_document_names_exists():
     tracked = _tracked()
     folders = {parent.as_posix() for path in tracked for parent in path.parents}
-    known = {"/" + path.as_posix() for path in tracked} | {f"/{folder}/" for folder in folders}
+    real_paths = {"/" + path.as_posix() for path in tracked} | {f"/{folder}/" for folder in folders}
     dead = {
         f"{named(document)}: {path}"
         for document in DOCUMENTS
         for path in _PATH.findall(document.read_text(encoding="utf-8"))
-        if path not in _NO_PATHS and not any(real.endswith("/" + path) for real in known)
+        if path not in _NO_PATHS and not any(real.endswith("/" + path) for real in real_paths)
     }
     assert dead == set()
 

@@ -88,9 +88,9 @@ def test_each_source_has_its_commands() -> None:
 def test_the_page_translates_every_key_of_every_source() -> None:
     table = {key.strip("`"): cells for key, *cells in rows("Keys")}
     for number, source in enumerate(COLUMNS):
-        found = {key: cells[number] for key, cells in table.items() if cells[number]}
-        found = {key: value for key, value in found.items() if value != "see below"}
-        assert found == {key: shown(value) for key, value in SOURCES[source]["keys"].items()}
+        cells_by_key = {key: cells[number] for key, cells in table.items() if cells[number]}
+        cells_by_key = {key: value for key, value in cells_by_key.items() if value != "see below"}
+        assert cells_by_key == {key: shown(value) for key, value in SOURCES[source]["keys"].items()}
     facts = {(source, name): value for source, name, value, _ in rows("What the texts state")}
     assert facts == {
         (LABELS[source], name): shown(value)
@@ -101,8 +101,8 @@ def test_the_page_translates_every_key_of_every_source() -> None:
 
 def test_the_page_shows_the_three_task_groups() -> None:
     examples = SOURCES["dots-rl-4"]["examples"]
-    found = [(tasks, ratios) for _, tasks, ratios, _ in rows("Task groups of dots.rl #4")]
-    assert found == [tuple(shown(value) for value in example.values()) for example in examples]
+    cells = [(tasks, ratios) for _, tasks, ratios, _ in rows("Task groups of dots.rl #4")]
+    assert cells == [tuple(shown(value) for value in example.values()) for example in examples]
     for file, _, _, gpus in rows("Task groups of dots.rl #4"):
         (name,) = re.findall(r"\(../examples/seeds/(\S+)\)", file)
         placed = load_spec(FOLDER / name).topology.place()
@@ -135,9 +135,9 @@ def test_a_key_without_further_words_has_the_value_of_its_source() -> None:
         for source, value in zip(COLUMNS, values, strict=True):
             if not value or (";" in translation and source == "verl-recipe-58"):
                 continue
-            wanted = SOURCES[source]["keys"][key.strip("`")]
+            expected = SOURCES[source]["keys"][key.strip("`")]
             for path in FILES[source]:
-                assert dict(flat(load_spec(path).model_dump(mode="json")))[name] == wanted, path
+                assert dict(flat(load_spec(path).model_dump(mode="json")))[name] == expected, path
                 checked += 1
     assert checked > 60
 

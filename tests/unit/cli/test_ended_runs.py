@@ -69,8 +69,8 @@ def test_checkpoints_are_found_in_a_state_directory_that_was_moved(ended, tmp_pa
     moved = tmp_path / "elsewhere" / "state"
     moved.parent.mkdir()
     shutil.move(ended, moved)
-    shown = said("checkpoints", "first", "--state-directory", str(moved), "--json")
-    assert json.loads(shown)["path"] == str(moved / IDS[0] / "checkpoints" / "step-2")
+    output = said("checkpoints", "first", "--state-directory", str(moved), "--json")
+    assert json.loads(output)["path"] == str(moved / IDS[0] / "checkpoints" / "step-2")
 
 
 def test_a_checkpoint_that_is_still_there_keeps_its_path(ended, tmp_path):

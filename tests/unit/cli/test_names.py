@@ -45,6 +45,6 @@ async def test_unknown_and_ambiguous_run_names_are_rejected(text, message):
 
 
 def test_short_ids_differ():
-    shown = short_ids(IDS)
-    assert len(set(shown)) == 3
-    assert max(map(len, shown)) == 11
+    names = short_ids(IDS)
+    assert len(set(names)) == 3
+    assert max(map(len, names)) == 11

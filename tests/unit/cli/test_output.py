@@ -84,7 +84,7 @@ def test_what_a_tried_function_prints_is_escaped(capfd: pytest.CaptureFixture[st
 def test_an_output_without_a_character_gets_its_escape() -> None:
     code = "from services.cli.output import console; console.print('é 目')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    shown = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, check=True, timeout=60
     )
-    assert shown.stdout == b"\\xe9 \\u76ee\n"
+    assert process.stdout == b"\\xe9 \\u76ee\n"

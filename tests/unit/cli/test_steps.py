@@ -141,9 +141,9 @@ def test_without_a_terminal_a_start_is_a_line_when_something_changes_or_after_a_
             display.workers([worker], seconds=second)
         for second in range(40):
             display.saving(f"{second} MB are written", seconds=second)
-    shown = [line.split(": ")[0] for line in out.getvalue().splitlines()]
+    stages = [line.split(": ")[0] for line in out.getvalue().splitlines()]
     starts = ["starting, 0 s", "starting, 30 s", "starting, 60 s", "starting, 65 s"]
-    assert shown == [*starts, "0 MB are written", "30 MB are written"]
+    assert stages == [*starts, "0 MB are written", "30 MB are written"]
 
 
 def test_a_terminal_of_80_columns_shows_every_number_and_the_time_that_is_left():
@@ -153,12 +153,12 @@ def test_a_terminal_of_80_columns_shows_every_number_and_the_time_that_is_left()
     console = Console(file=out, width=80, force_terminal=True, color_system=None)
     with make_display("task", 20_000, console) as display:
         display.step({**event["data"], **wide, "sync_ms": 1234.5}, None)
-    shown = out.getvalue()
-    row = next(line for line in shown.splitlines() if line.strip().startswith("9999"))
+    text = out.getvalue()
+    row = next(line for line in text.splitlines() if line.strip().startswith("9999"))
     assert row.split() == [
         *("9999", "0.250", "-/-", "1.0/1", "1234", "98,765", "512+512", "trainer", "0.2s"),
     ]
-    assert "9999/20000, 1:23:20 h left" in shown
+    assert "9999/20000, 1:23:20 h left" in text
 
 
 def test_a_failed_run_shows_its_message_first(tmp_path):
@@ -263,7 +263,7 @@ def test_the_log_of_a_long_run_needs_no_more_memory_than_that_of_a_short_one(
 
 
 @pytest.mark.parametrize(
-    ("states", "reason", "shown"),
+    ("states", "reason", "expected"),
     [
         ([], "", "starting, 5 s: the workers are starting"),
         ([("loading", "loading the model")], "", "starting, 5 s: w-0 loading the model"),
@@ -272,7 +272,7 @@ def test_the_log_of_a_long_run_needs_no_more_memory_than_that_of_a_short_one(
         ([("READY", "")], "no step for 60 s: 0 of 4", "first step, 5 s: no step for 60 s: 0 of 4"),
     ],
 )
-def test_the_reason_for_a_late_first_step_is_shown(states, reason, shown):
+def test_the_reason_for_a_late_first_step_is_shown(states, reason, expected):
     out = io.StringIO()
     workers = [
         {"worker_id": f"w-{number}", "state": state, "activity": activity}
@@ -280,4 +280,4 @@ def test_the_reason_for_a_late_first_step_is_shown(states, reason, shown):
     ]
     with make_display("task", 2, Console(file=out, width=100)) as display:
         display.workers(workers, seconds=5.0, reason=reason)
-    assert out.getvalue().strip() == shown
+    assert out.getvalue().strip() == expected

@@ -731,11 +731,11 @@ def test_paths_of_every_set_are_relative_to_the_file(tmp_path):
 def test_rows_that_bring_their_answers_need_an_engine_for_held_out_ones_alone():
     held_out = {"heldout": SMALLEST["data"]["train"]}
     for loss, column in (("sft", "answer"), ("dpo", "chosen")):
-        shown = changed(algorithm={"loss": loss}, rollout={"rewards": []})
-        assert parse_spec(shown).rollout.engine == "none"
-        assert parse_spec(shown).data.answer_column == column
+        demonstrations = changed(algorithm={"loss": loss}, rollout={"rewards": []})
+        assert parse_spec(demonstrations).rollout.engine == "none"
+        assert parse_spec(demonstrations).data.answer_column == column
         assert (
-            parse_spec({**shown, "data": {**SMALLEST["data"], **held_out}}).rollout.engine
+            parse_spec({**demonstrations, "data": {**SMALLEST["data"], **held_out}}).rollout.engine
             == "torch"
         )
     assert parse_spec(SMALLEST).rollout.engine == "torch"

@@ -105,7 +105,7 @@ def test_no_form_of_a_url_hides_credentials_or_shows_them(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "shown"),
+    ("url", "redacted"),
     [
         ("s3://bucket/a:b/c", "s3://bucket/a:b/c"),
         ("http://host:9000/a", "http://host:9000/a"),
@@ -113,8 +113,8 @@ def test_no_form_of_a_url_hides_credentials_or_shows_them(url: str) -> None:
         ("s3://key:secret", "s3://..."),
     ],
 )
-def test_messages_have_urls_without_credentials(url: str, shown: str) -> None:
-    assert without_secrets(url) == shown
+def test_messages_have_urls_without_credentials(url: str, redacted: str) -> None:
+    assert without_secrets(url) == redacted
 
 
 def test_credentials_in_a_url_break_a_rule_and_are_not_repeated() -> None:

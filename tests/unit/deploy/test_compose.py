@@ -103,11 +103,11 @@ def test_grafana_shows_the_dashboards_of_the_chart_from_that_prometheus():
     (provider,) = yaml.safe_load((FOLDER / "grafana" / "dashboards.yaml").read_text())["providers"]
     assert provider["options"]["path"] == folder
     home = Path(SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
-    shown = {
+    dashboards = {
         path.name: json.loads(text) for path, text in files().items() if path.suffix == ".json"
     }
     assert home.parent == Path(folder)
-    assert home.name in shown
+    assert home.name in dashboards
     source = yaml.safe_load((FOLDER / "grafana" / "datasource.yaml").read_text())["datasources"][0]
     assert source["url"] == "http://controller:9090"
     assert source["type"] == "prometheus"

@@ -230,9 +230,9 @@ async def test_the_torch_engine_decodes_images_as_the_whole_model(
         results = await asyncio.gather(
             *(
                 engine.generate(
-                    request(f"{n}", tuple(tokens), max_tokens=6, seed=n, model_inputs=given)
+                    request(f"{n}", tuple(tokens), max_tokens=6, seed=n, model_inputs=model_inputs)
                 )
-                for n, (tokens, given) in enumerate(prompts * 2)
+                for n, (tokens, model_inputs) in enumerate(prompts * 2)
             )
         )
         tokens, inputs = prompts[1]

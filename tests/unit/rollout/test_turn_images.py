@@ -89,10 +89,10 @@ async def test_images_of_a_chat_are_where_its_template_shows_them() -> None:
     engine = Scripted(["a", "b"])
     episode = seeing(engine)
     async with client_of(episode) as client:
-        asked = {"role": "user", "content": [text("see "), part(url()), text("?")]}
-        said = (await chat(client, asked))["choices"][0]["message"]
+        question = {"role": "user", "content": [text("see "), part(url()), text("?")]}
+        reply = (await chat(client, question))["choices"][0]["message"]
         again = {"role": "user", "content": [part(url("blue", side=32)), text("and this?")]}
-        await chat(client, asked, said, again)
+        await chat(client, question, reply, again)
     first, second = engine.requests
     assert first.context_ids == expanded("user: see <image>?\nassistant: ", counts=(4,))
     whole = "user: see <image>?\nassistant: a<eos>\nuser: <image>and this?\nassistant: "
@@ -108,16 +108,16 @@ async def test_another_image_in_the_history_is_another_conversation() -> None:
     episode = seeing(engine)
     async with client_of(episode) as client:
         for color in ("red", "blue", "red"):
-            asked = {"role": "user", "content": [part(url(color)), text("?")]}
-            await chat(client, asked)
+            question = {"role": "user", "content": [part(url(color)), text("?")]}
+            await chat(client, question)
     assert len({request.context_ids for request in engine.requests}) == 1
     assert len({request.model_inputs for request in engine.requests}) == 2
     seeds = [request.seed for request in engine.requests]
     assert len(set(seeds)) == 3
     again = seeing(Scripted(["b"]))
     async with client_of(again) as client:
-        asked = {"role": "user", "content": [part(url("blue")), text("?")]}
-        await chat(client, asked)
+        question = {"role": "user", "content": [part(url("blue")), text("?")]}
+        await chat(client, question)
     assert again.turns[0] != episode.conversations[0][0]
     assert again.turns[0] == episode.conversations[1][0]
 
@@ -125,16 +125,16 @@ async def test_another_image_in_the_history_is_another_conversation() -> None:
 async def test_a_resumed_agent_gets_the_replies_to_its_images_only() -> None:
     engine = Scripted(["a", "b"])
     first = seeing(engine)
-    asked = [
+    questions = [
         {"role": "user", "content": [part(url(reply)), text("?")]} for reply in ("red", "blue")
     ]
     async with client_of(first) as client:
-        for message in asked:
+        for message in questions:
             await chat(client, message)
     resumed = seeing(Scripted(["c"]), recorded=first.recorded({}))
     green = {"role": "user", "content": [part(url("green")), text("?")]}
     async with client_of(resumed) as client:
-        replies = [await chat(client, reply) for reply in (asked[1], green, asked[0])]
+        replies = [await chat(client, reply) for reply in (questions[1], green, questions[0])]
     said = [reply["choices"][0]["message"]["content"] for reply in replies]
     assert said == ["b", "c", "a"]
 
@@ -145,11 +145,11 @@ async def test_other_protocols_take_images_of_users_and_tools(protocol: str) -> 
     data = url().partition(",")[2]
     if protocol == "messages":
         source = {"type": "base64", "media_type": "image/png", "data": data}
-        shown = {"type": "image", "source": source}
+        image = {"type": "image", "source": source}
         body: dict[str, Any] = {
             "max_tokens": 5,
             "messages": [
-                {"role": "user", "content": [text("x"), shown, text("y")]},
+                {"role": "user", "content": [text("x"), image, text("y")]},
                 {
                     "role": "assistant",
                     "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}],
@@ -157,20 +157,20 @@ async def test_other_protocols_take_images_of_users_and_tools(protocol: str) -> 
                 {
                     "role": "user",
                     "content": [
-                        {"type": "tool_result", "tool_use_id": "1", "content": [shown, text("z")]}
+                        {"type": "tool_result", "tool_use_id": "1", "content": [image, text("z")]}
                     ],
                 },
             ],
         }
     else:
-        shown = {"type": "input_image", "image_url": url()}
+        image = {"type": "input_image", "image_url": url()}
         body = {
             "input": [
                 {
                     "role": "user",
                     "content": [
                         {"type": "input_text", "text": "x"},
-                        shown,
+                        image,
                         {"type": "input_text", "text": "y"},
                     ],
                 },
@@ -178,7 +178,7 @@ async def test_other_protocols_take_images_of_users_and_tools(protocol: str) -> 
                 {
                     "type": "function_call_output",
                     "call_id": "1",
-                    "output": [shown, {"type": "input_text", "text": "z"}],
+                    "output": [image, {"type": "input_text", "text": "z"}],
                 },
             ],
         }
@@ -211,8 +211,8 @@ async def test_a_bad_image_is_refused_and_the_episode_goes_on(
     async with client_of(episode) as client:
         hello = {"role": "user", "content": "x"}
         said = (await chat(client, hello))["choices"][0]["message"]
-        asked = {"role": "user", "content": [*map(part, images), text("?")]}
-        body = {"model": "policy", "messages": [hello, said, asked]}
+        question = {"role": "user", "content": [*map(part, images), text("?")]}
+        body = {"model": "policy", "messages": [hello, said, question]}
         response = await client.post("/chat/completions", json=body)
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "invalid_image"
@@ -223,9 +223,9 @@ async def test_a_bad_image_is_refused_and_the_episode_goes_on(
 
 async def test_images_of_all_turns_count() -> None:
     async with client_of(seeing(Scripted(["a", "b"]), max_images=1)) as client:
-        asked = {"role": "user", "content": [part(url()), text("?")]}
-        said = (await chat(client, asked))["choices"][0]["message"]
-        body = {"model": "policy", "messages": [asked, said, asked]}
+        question = {"role": "user", "content": [part(url()), text("?")]}
+        reply = (await chat(client, question))["choices"][0]["message"]
+        body = {"model": "policy", "messages": [question, reply, question]}
         response = await client.post("/chat/completions", json=body)
     assert "data.max_images" in response.json()["error"]["message"]
 

@@ -21,12 +21,14 @@ def check_every_token(sample: Sample) -> int:
     """Compares each logprob with that of the token's reported version; returns the number of versions."""
     tokens = tuple(sample.response_ids)
     logprobs = [value for turn in sample.turns for value in turn.logprobs]
-    place = 0
+    position = 0
     for version, count in sample.version_runs:
-        expected = reference_logprobs(version, sample.prompt_ids, tokens)[place : place + count]
-        assert expected.tolist() == pytest.approx(logprobs[place : place + count], abs=2e-4)
-        place += count
-    assert place == len(tokens)
+        expected = reference_logprobs(version, sample.prompt_ids, tokens)[
+            position : position + count
+        ]
+        assert expected.tolist() == pytest.approx(logprobs[position : position + count], abs=2e-4)
+        position += count
+    assert position == len(tokens)
     return len(sample.sampled_versions)
 
 

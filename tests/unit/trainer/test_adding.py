@@ -283,8 +283,8 @@ def sgd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     "name",
     [
         name
-        for name, each in vars(test_engines).items()
-        if test_engines.each_engine.mark in getattr(each, "pytestmark", [])
+        for name, test in vars(test_engines).items()
+        if test_engines.each_engine.mark in getattr(test, "pytestmark", [])
     ],
 )
 def test_the_engine_of_the_page_keeps_the_contract(name: str, sgd: Any, tmp_path: Path) -> None:

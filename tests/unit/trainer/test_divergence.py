@@ -88,10 +88,10 @@ def test_values_and_gradients_are_those_of_the_formulas(
     monkeypatch.setattr(logprobs, "CHUNK_BYTES", 2 * 5 * 4 * 4)  # two tokens at a time
     student, teacher = torch.tensor(OWN).requires_grad_(), torch.tensor(TEACHER)
     identity = OutputHead(torch.eye(5))
-    shown, head = teacher, identity
+    distribution, head = teacher, identity
     if top_k is not None:
-        shown, head = most_likely(teacher, identity, top_k, temperature=TEMPERATURE), None
-    divergence = _divergence(kind, student, shown, head)
+        distribution, head = most_likely(teacher, identity, top_k, temperature=TEMPERATURE), None
+    divergence = _divergence(kind, student, distribution, head)
     (gradient,) = torch.autograd.grad(divergence.sum(), student)
     for row, (mine, teacher_row) in enumerate(zip(OWN, TEACHER, strict=True)):
         order = sorted(range(5), key=lambda token: -teacher_row[token])
@@ -114,8 +114,8 @@ def test_more_tokens_of_the_teacher_give_a_larger_divergence_up_to_the_whole_one
     whole = _divergence(kind, student, teacher, head)
     before = torch.zeros(20)
     for top_k in (1, 8, 32, 50):
-        shown = most_likely(teacher, head, top_k, temperature=TEMPERATURE)
-        divergence = _divergence(kind, student, shown, None)
+        distribution = most_likely(teacher, head, top_k, temperature=TEMPERATURE)
+        divergence = _divergence(kind, student, distribution, None)
         assert bool((divergence >= before - 1e-5).all())
         before = divergence
     torch.testing.assert_close(before, whole, atol=1e-5, rtol=1e-5)
@@ -124,8 +124,10 @@ def test_more_tokens_of_the_teacher_give_a_larger_divergence_up_to_the_whole_one
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["divergence"])
 def test_a_policy_far_from_its_teacher_has_a_finite_gradient(kind: dict[str, Any]) -> None:
     student = torch.tensor([[300.0, 0.0, 0.0, -300.0, 0.0]]).requires_grad_()
-    shown = torch.tensor([[[3.0, math.log(0.6)], [2.0, math.log(0.3)], [-1.0, math.log(0.1)]]])
-    divergence = _divergence(kind, student, shown, None)
+    distribution = torch.tensor(
+        [[[3.0, math.log(0.6)], [2.0, math.log(0.3)], [-1.0, math.log(0.1)]]]
+    )
+    divergence = _divergence(kind, student, distribution, None)
     (gradient,) = torch.autograd.grad(divergence.sum(), student)
     assert bool(divergence.isfinite().all())
     assert bool(gradient.isfinite().all())

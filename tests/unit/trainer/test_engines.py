@@ -129,8 +129,8 @@ def _weights(engine: TrainEngine) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in engine.export_weights()}
 
 
-def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(value, other[name]) for name, value in one.items())
+def _equal(tensors: dict[str, Tensor], other_tensors: dict[str, Tensor]) -> bool:
+    return all(torch.equal(value, other_tensors[name]) for name, value in tensors.items())
 
 
 def test_every_engine_that_a_run_can_name_keeps_the_contract() -> None:
@@ -216,9 +216,11 @@ def test_training_resumes_from_a_save_which_later_updates_do_not_touch(
     assert _equal(*after)
 
 
-@pytest.mark.parametrize(("one", "other"), [("fsdp", "reference"), ("reference", "fsdp")])
-def test_an_engine_resumes_what_another_one_saved(one: str, other: str, tmp_path: Path) -> None:
-    first, second, samples = _engine(one), _engine(other, seed=1), _batch()
+@pytest.mark.parametrize(("kind", "other_kind"), [("fsdp", "reference"), ("reference", "fsdp")])
+def test_an_engine_resumes_what_another_one_saved(
+    kind: str, other_kind: str, tmp_path: Path
+) -> None:
+    first, second, samples = _engine(kind), _engine(other_kind, seed=1), _batch()
     _accumulate(first, samples)
     first.optimizer_step(1e-3)
     first.save().write(tmp_path)

@@ -140,7 +140,11 @@ _SCORED: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize(
     ("algorithm", "limit"),
-    [*((each, "left out") for each in _SCORED), (_SCORED[0], "divided"), (_SCORED[3], "divided")],
+    [
+        *((algorithm, "left out") for algorithm in _SCORED),
+        (_SCORED[0], "divided"),
+        (_SCORED[3], "divided"),
+    ],
     ids=str,
 )
 def test_what_cannot_be_scored_is_left_out(algorithm: dict[str, Any], limit: str) -> None:

@@ -20,7 +20,7 @@ def pairs(count, seed):
 
 
 @pytest.fixture
-def made(tmp_path):
+def make_base(tmp_path):
     """Returns a function that makes a base model with a function of the task."""
     (tmp_path / "task.py").write_text(TASK)
 
@@ -48,10 +48,10 @@ def made(tmp_path):
     ("function", "message"),
     [("raising", r"examples .*raising.* raised KeyError: 'word'"), ("single", r"pairs.*'word'")],
 )
-def test_a_function_that_gives_no_examples_is_named_with_what_it_gave(made, function, message):
+def test_a_function_that_gives_no_examples_is_named_with_what_it_gave(make_base, function, message):
     with pytest.raises(ValueError, match=message):
-        made(function)
+        make_base(function)
 
 
-def test_examples_may_come_from_a_generator(made):
-    assert (made("pairs") / "model.safetensors").exists()
+def test_examples_may_come_from_a_generator(make_base):
+    assert (make_base("pairs") / "model.safetensors").exists()

@@ -64,10 +64,10 @@ async def scoring(monkeypatch):
     async with AsyncExitStack() as stack:
 
         async def opened(*workers: tuple[str, str]):
-            found = BatchScoring(Queue(), "run_a")
+            batch_scoring = BatchScoring(Queue(), "run_a")
             pairs = [SimpleNamespace(role=role, address=address) for role, address in workers]
-            await found.open(stack, pairs)
-            return found, calls
+            await batch_scoring.open(stack, pairs)
+            return batch_scoring, calls
 
         yield opened
 

@@ -194,14 +194,14 @@ class Slow:
         self.go = asyncio.Semaphore(0)
 
     async def generate(self, request):
-        for place, token in enumerate(self.tokens):
+        for index, token in enumerate(self.tokens):
             await self.go.acquire()
-            if place == self.fails_at:
+            if index == self.fails_at:
                 raise ValueError("the context has too many tokens")
-            request.on_tokens((token,), (-float(place),))
+            request.on_tokens((token,), (-float(index),))
         return GenerationResult(
             token_ids=self.tokens,
-            logprobs=tuple(-float(place) for place in range(len(self.tokens))),
+            logprobs=tuple(-float(index) for index in range(len(self.tokens))),
             version_runs=((0, len(self.tokens)),),
             finish_reason="stop",
         )
@@ -227,7 +227,7 @@ async def streamed(engine, **body):
 
 async def test_a_stream_sends_each_token_while_the_next_one_is_not_made_yet():
     engine = Slow("hé¶")
-    seen, logprobs = [], []
+    contents, logprobs = [], []
     engine.go.release()
     async with streamed(engine, logprobs=True) as (_, lines, episode):
         async for line in lines:
@@ -235,10 +235,10 @@ async def test_a_stream_sends_each_token_while_the_next_one_is_not_made_yet():
                 break
             (choice,) = json.loads(line.removeprefix("data: "))["choices"]
             if choice.get("logprobs"):
-                seen.append(choice["delta"]["content"])
+                contents.append(choice["delta"]["content"])
                 logprobs += [item["logprob"] for item in choice["logprobs"]["content"]]
                 engine.go.release()  # permits the next token
-    assert seen == ["h", "", "é", "", "¶", ""]
+    assert contents == ["h", "", "é", "", "¶", ""]
     assert logprobs == [-0.0, -1.0, -2.0, -3.0, -4.0, -5.0]
     assert choice["finish_reason"] == "stop"
     assert episode.response_ids == engine.tokens
@@ -293,7 +293,7 @@ def test_reasoning_is_streamed_apart(text, is_open, reasoning, content, size):
 
 
 @pytest.mark.parametrize(
-    ("parts", "marks", "seen", "rest"),
+    ("pieces", "marks", "contents", "rest"),
     [
         (("a", "b", "c"), (), ["a", "b", "c"], ""),
         (("a<", "b", "<st", "op>", "c"), ("<stop>",), ["a", "<b", "", "", ""], ""),
@@ -301,11 +301,11 @@ def test_reasoning_is_streamed_apart(text, is_open, reasoning, content, size):
         (("x <tool_call>{", "}"), ("<tool_call>",), ["x", ""], " <tool_call>{}"),
     ],
 )
-def test_text_that_may_become_a_marker_is_held_back(parts, marks, seen, rest):
+def test_text_that_may_become_a_marker_is_held_back(pieces, marks, contents, rest):
     text = VisibleText(TOKENIZER, marks)
-    assert [text.add(TOKENIZER.encode(part)).content for part in parts] == seen
-    assert text.rest(_choice("".join(seen) + rest)).content == rest
-    assert text.num_characters == len("".join(parts))
+    assert [text.add(TOKENIZER.encode(piece)).content for piece in pieces] == contents
+    assert text.rest(_choice("".join(contents) + rest)).content == rest
+    assert text.num_characters == len("".join(pieces))
 
 
 async def test_calls_of_tools_come_whole_at_the_end_of_a_stream():
@@ -314,7 +314,7 @@ async def test_calls_of_tools_come_whole_at_the_end_of_a_stream():
     async with client_of(make_episode(Scripted([line]))) as client:
         body = {"model": "policy", "messages": [user("x")], "stream": True, "tools": tools}
         text = (await client.post("/chat/completions", json=body)).text
-    chunks = [json.loads(part[6:]) for part in text.split("\n\n") if part.startswith("data: {")]
+    chunks = [json.loads(event[6:]) for event in text.split("\n\n") if event.startswith("data: {")]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta["content"] for delta in deltas) == "sure"
     (call,) = deltas[-1]["tool_calls"]

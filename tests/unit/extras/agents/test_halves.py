@@ -22,8 +22,8 @@ class Largest:
     """Fake engine that answers with the largest digit of the request."""
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        shown = TOKENIZER.decode(request.context_ids).partition("user: ")[2].partition("=")[0]
-        tokens = (*TOKENIZER.encode(max(shown)), TOKENIZER.eos_id)
+        digits = TOKENIZER.decode(request.context_ids).partition("user: ")[2].partition("=")[0]
+        tokens = (*TOKENIZER.encode(max(digits)), TOKENIZER.eos_id)
         return GenerationResult(
             token_ids=tokens,
             logprobs=(-1.0,) * len(tokens),

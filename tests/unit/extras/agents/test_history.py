@@ -31,14 +31,14 @@ def tokenizer():
     return loaded
 
 
-async def play(tokenizer, asked, **options):
+async def play(tokenizer, new_messages, **options):
     """Sends the messages one by one with the history, and returns the episode and the engine's contexts."""
-    engine = Scripted([f"<think>r{number}</think>a{number}" for number in range(len(asked))])
+    engine = Scripted([f"<think>r{number}</think>a{number}" for number in range(len(new_messages))])
     episode = make_episode(engine)
     episode.tokenizer = tokenizer
     record = EpisodeRecord(episode, **options)
     messages = []
-    for message in asked:
+    for message in new_messages:
         messages.append(message)
         request = ChatRequest(model="policy", messages=tuple(messages))
         (choice,) = (await record.chat(request)).choices

@@ -49,13 +49,13 @@ def sampled(conversations: list[Conversation]) -> dict[tuple[int, ...], Any]:
 
 async def test_tokens_logprobs_and_versions_of_branches_are_those_of_a_replay() -> None:
     async with running(engine := make_engine()):
-        kept = Kept(engine)
+        recorder = Kept(engine)
         episode = Episode(
             Prompt(token_ids=(), text="", answer=None, row={}, data_source="test"),
             EpisodeLimits(
                 seed=3, temperature=1.0, max_response_tokens=60, max_tokens=100, stop_texts=()
             ),
-            engine=kept,  # type: ignore[arg-type]
+            engine=recorder,  # type: ignore[arg-type]
             tokenizer=TOKENIZER,
             calls=CallPool(1),
             request_id="r",
@@ -68,12 +68,12 @@ async def test_tokens_logprobs_and_versions_of_branches_are_those_of_a_replay() 
         await TrainedConversations("all").choose(episode)
         recorded = sampled(trained_once(episode.sequences))
         replayed = {}
-        for request in kept.requests:
+        for request in recorder.requests:
             result = await engine.generate(request)
             replayed[request.context_ids] = (
                 result.token_ids,
                 result.logprobs,
                 result.version_runs,
             )
-    assert len(kept.requests) == 4
+    assert len(recorder.requests) == 4
     assert recorded == replayed

@@ -39,8 +39,10 @@ def numbers_of_the_kernel(machine: str) -> dict[str, int]:
     header = next((path for path in HEADERS[machine] if path.exists()), None)
     if header is None:
         pytest.skip(f"needs the kernel's headers for {machine} (Debian: linux-libc-dev)")
-    found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)$", header.read_text(), re.MULTILINE)
-    numbers = {name: int(number) for name, number in found}
+    definitions = re.findall(
+        r"#define __NR(?:3264)?_(\w+)\s+(\d+)$", header.read_text(), re.MULTILINE
+    )
+    numbers = {name: int(number) for name, number in definitions}
     # The generic header uses the 32-bit name fstatat.
     return {"newfstatat": numbers.get("fstatat", -1), **numbers}
 
@@ -107,17 +109,17 @@ def answer(
         *(*arguments, *(0,) * (6 - len(arguments))),
     )
     code = list(struct.iter_unpack("HBBI", build(machine)))
-    place, word = 0, 0
+    position, word = 0, 0
     while True:
-        operation, if_true, if_false, operand = code[place]
-        place += 1
+        operation, if_true, if_false, operand = code[position]
+        position += 1
         if operation == 0x06:
             return int(operand)
         if operation == 0x20:
             (word,) = struct.unpack_from("I", data, operand)
             continue
         holds = {0x15: word == operand, 0x25: word > operand, 0x45: bool(word & operand)}[operation]
-        place += if_true if holds else if_false
+        position += if_true if holds else if_false
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -136,7 +136,7 @@ def test_a_program_that_writes_until_its_deadline_scores_0_and_leaves_nothing(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert score(program, seconds=1.0) == 0.0
     assert [*tmp_path.iterdir()] == []
-    assert [each for each in Path("/proc").glob("[0-9]*/cwd") if _is_in(each, tmp_path)] == []
+    assert [link for link in Path("/proc").glob("[0-9]*/cwd") if _is_in(link, tmp_path)] == []
 
 
 def _is_in(link: Path, folder: Path) -> bool:
@@ -310,7 +310,9 @@ def test_other_processes_of_the_user_cannot_be_touched() -> None:
 
 
 def properties_of(pid: int) -> list[object]:
-    limits = [resource.prlimit(pid, each) for each in (resource.RLIMIT_CPU, resource.RLIMIT_NOFILE)]
+    limits = [
+        resource.prlimit(pid, limit) for limit in (resource.RLIMIT_CPU, resource.RLIMIT_NOFILE)
+    ]
     return [*limits, os.sched_getaffinity(pid), os.getpriority(os.PRIO_PROCESS, pid)]
 
 

@@ -75,9 +75,9 @@ def test_a_written_folder_is_read_by_torch_and_by_the_trainer(
     assert_equal(loaded(tmp_path / "dcp"), stored_tensors(trained))
     there = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     names = open_weights(tmp_path / "dcp").names
-    found = {name: torch.empty_like(there[name]) for name in names}
-    load(found, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
-    assert_equal(found, {name: there[name] for name in names})
+    tensors = {name: torch.empty_like(there[name]) for name in names}
+    load(tensors, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    assert_equal(tensors, {name: there[name] for name in names})
 
 
 def test_experts_are_divided_under_hugging_faces_names_and_fused_when_read(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_the_answer_is_the_red_square_of_the_picture() -> None:
 
 
 def test_members_of_a_group_see_the_same_picture_once() -> None:
-    one, episode = shown(3)
+    picture, episode = shown(3)
     other, _ = shown(3)
-    assert one == other
+    assert picture == other
     assert episode.step(said("l")) == {"done": True, "reward": {"right": 0.0}}

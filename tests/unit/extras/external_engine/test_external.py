@@ -177,14 +177,14 @@ async def test_many_requests_at_once_leave_the_event_loop_to_others_in_between()
         await engine.adopt_weights(0, WEIGHTS)
         counting = asyncio.ensure_future(count())
         names = ("a", "b", "c", "d")
-        asked = [
+        tasks = [
             asyncio.ensure_future(engine.generate(request(name, (1,), max_tokens=100)))
             for name in names
         ]
         await until(lambda: len(submitted_at) == 4, poll_s=0)
         assert len(set(submitted_at)) == 4
         await engine.abort()
-        assert [(await task).finish_reason for task in asked] == ["aborted"] * 4
+        assert [(await task).finish_reason for task in tasks] == ["aborted"] * 4
         late = asyncio.ensure_future(engine.generate(request("late", (1,), max_tokens=100)))
         await asyncio.sleep(0)
         await engine.abort()  # before the request was admitted

@@ -41,10 +41,10 @@ def _model(parameters: dict[str, Tensor]) -> nn.Module:
     for name, value in parameters.items():
         *path, leaf = name.split(".")
         owner = model
-        for part in path:
-            if not hasattr(owner, part):
-                owner.add_module(part, nn.Module())
-            owner = getattr(owner, part)
+        for child in path:
+            if not hasattr(owner, child):
+                owner.add_module(child, nn.Module())
+            owner = getattr(owner, child)
         owner.register_parameter(leaf, nn.Parameter(value))
     return model
 
@@ -98,8 +98,11 @@ async def test_plain_experts_are_written_whole_or_in_slices(*, by_experts: bool)
         f"{name}.gate_up_proj": torch.randn(8, 48, 10),
         f"{name}.down_proj": torch.randn(8, 10, 24),
     }
-    held, part = (4, 24) if by_experts else (8, 12)
-    shapes = {f"{name}.w13_weight": (held, 2 * part, 10), f"{name}.w2_weight": (held, 10, part)}
+    num_experts, width = (4, 24) if by_experts else (8, 12)
+    shapes = {
+        f"{name}.w13_weight": (num_experts, 2 * width, 10),
+        f"{name}.w2_weight": (num_experts, 10, width),
+    }
 
     def empty() -> dict[str, Tensor]:
         return {key: torch.zeros(shape) for key, shape in shapes.items()}
@@ -125,8 +128,8 @@ def test_any_range_of_a_flat_tensor_finds_its_columns(dim: int) -> None:
         got = torch.full(local_shape, -1.0)
         target = FlatTarget(piece, shape, got)
         for begin, end in ((0, first), (first, last), (last, 60)):
-            for place, values in target.pairs(begin, source.flatten()[begin:end]):
-                place.copy_(values)
+            for columns, values in target.pairs(begin, source.flatten()[begin:end]):
+                columns.copy_(values)
         assert torch.equal(got, expected), (first, last)
 
 

@@ -82,11 +82,11 @@ def test_a_model_that_sees_images_is_a_wrapper_in_the_engine(prefix: str, fused:
         copy_weights(text | tower, target, rank=rank, ranks=2)
         for name, tensor in adopt(text, rank, 2, VOCAB).items():
             assert torch.equal(target[f"{prefix}{name}"], tensor)
-        parts = tower[f"model.{block}.attn.qkv.weight"].chunk(3)
-        heads = torch.cat([part.chunk(2)[rank] for part in parts])
+        weights = tower[f"model.{block}.attn.qkv.weight"].chunk(3)
+        heads = torch.cat([weight.chunk(2)[rank] for weight in weights])
         assert torch.equal(target[f"{block}.attn.{fused}.weight"], heads)
-        both = [tower[f"model.{block}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
-        slices = torch.cat([part.chunk(2)[rank] for part in both])
+        gate_and_up = [tower[f"model.{block}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        slices = torch.cat([weight.chunk(2)[rank] for weight in gate_and_up])
         assert torch.equal(target[f"{block}.mlp.gate_up_proj.weight"], slices)
         assert torch.equal(
             target["visual.patch_embed.proj.weight"], tower["model.visual.patch_embed.proj.weight"]
@@ -96,9 +96,9 @@ def test_a_model_that_sees_images_is_a_wrapper_in_the_engine(prefix: str, fused:
 def test_one_rank_holds_everything_fused() -> None:
     source = checkpoint()
     target = adopt(source, 0, 1, VOCAB)
-    for part in ("weight", "bias"):
-        fused = [source[f"{LAYER}.self_attn.{name}_proj.{part}"] for name in "qkv"]
-        assert torch.equal(target[f"{LAYER}.self_attn.qkv_proj.{part}"], torch.cat(fused))
+    for kind in ("weight", "bias"):
+        fused = [source[f"{LAYER}.self_attn.{name}_proj.{kind}"] for name in "qkv"]
+        assert torch.equal(target[f"{LAYER}.self_attn.qkv_proj.{kind}"], torch.cat(fused))
     fused = [source[f"{LAYER}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
     assert torch.equal(target[f"{LAYER}.mlp.gate_up_proj.weight"], torch.cat(fused))
     for name in target.keys() & source.keys():
@@ -117,11 +117,11 @@ def test_ranks_hold_their_heads_rows_and_columns(ranks: int) -> None:
 
         kv_head = rank * KV_HEADS // ranks
         num_kv = max(KV_HEADS // ranks, 1)
-        for part in ("weight", "bias"):
-            query, key, value = (source[f"{LAYER}.self_attn.{name}_proj.{part}"] for name in "qkv")
+        for kind in ("weight", "bias"):
+            query, key, value = (source[f"{LAYER}.self_attn.{name}_proj.{kind}"] for name in "qkv")
             rows = slice(kv_head * HEAD, (kv_head + num_kv) * HEAD)
             expected = torch.cat([own(query), key[rows], value[rows]])
-            assert torch.equal(target[f"{LAYER}.self_attn.qkv_proj.{part}"], expected)
+            assert torch.equal(target[f"{LAYER}.self_attn.qkv_proj.{kind}"], expected)
         gate, up = (source[f"{LAYER}.mlp.{name}_proj.weight"] for name in ("gate", "up"))
         expected = torch.cat([own(gate), own(up)])
         assert torch.equal(target[f"{LAYER}.mlp.gate_up_proj.weight"], expected)
@@ -129,9 +129,9 @@ def test_ranks_hold_their_heads_rows_and_columns(ranks: int) -> None:
             assert torch.equal(target[name], own(source[name], 1))
         rows = target["model.embed_tokens.weight"]
         start = rank * padded // ranks
-        kept = min(len(rows), max(VOCAB - start, 0))
-        expected = source["model.embed_tokens.weight"][start : start + kept]
-        assert torch.equal(rows[:kept], expected)
+        num_rows = min(len(rows), max(VOCAB - start, 0))
+        expected = source["model.embed_tokens.weight"][start : start + num_rows]
+        assert torch.equal(rows[:num_rows], expected)
 
 
 @pytest.mark.parametrize(
@@ -165,15 +165,15 @@ def test_fused_experts_go_whole_or_in_slices(ranks: int, block: str, *, by_exper
         f"{name}.gate_up_proj": torch.cat([gate, up], 1),
         f"{name}.down_proj": torch.randn(8, 6, 12),
     }
-    held, part = (8 // ranks, 12) if by_experts else (8, 12 // ranks)
+    num_experts, width = (8 // ranks, 12) if by_experts else (8, 12 // ranks)
     for rank in range(ranks):
         target = {
-            f"{name}{block}.w13_weight": torch.full((held, 2 * part, 6), float("nan")),
-            f"{name}{block}.w2_weight": torch.full((held, 6, part), float("nan")),
+            f"{name}{block}.w13_weight": torch.full((num_experts, 2 * width, 6), float("nan")),
+            f"{name}{block}.w2_weight": torch.full((num_experts, 6, width), float("nan")),
         }
         copy_weights(source, target, rank=rank, ranks=ranks, has_plain_experts=True)
-        experts = slice(rank * held, (rank + 1) * held) if by_experts else slice(None)
-        rows = slice(None) if by_experts else slice(rank * part, (rank + 1) * part)
+        experts = slice(rank * num_experts, (rank + 1) * num_experts) if by_experts else slice(None)
+        rows = slice(None) if by_experts else slice(rank * width, (rank + 1) * width)
         expected = torch.cat([gate[experts, rows], up[experts, rows]], 1)
         assert torch.equal(target[f"{name}{block}.w13_weight"], expected)
         down = source[f"{name}.down_proj"][experts, :, rows]

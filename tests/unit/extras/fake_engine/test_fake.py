@@ -53,8 +53,8 @@ def test_an_event_loop_that_comes_late_slows_no_request() -> None:
         engine = FakeEngine(max_running=2, step_seconds=lambda _: 1.0, lengths=AsSeeds())
         async with running(engine), asyncio.TaskGroup() as tasks:
             for seed in (3, 10):
-                asked = request(f"r{seed}", (1,), seed=seed, max_tokens=100)
-                tasks.create_task(engine.generate(asked))
+                sampling = request(f"r{seed}", (1,), seed=seed, max_tokens=100)
+                tasks.create_task(engine.generate(sampling))
             await asyncio.sleep(0.5)
             loop = asyncio.get_running_loop()
             assert isinstance(loop, VirtualTimeLoop)

@@ -111,10 +111,10 @@ async def test_a_source_that_leaves_in_a_transfer_leaves_the_weights_as_they_wer
     served = [sink.live["embed"].clone() for sink in cluster.sinks]
     cluster.weights["embed"].add_(1)
     honest, sender = Channel.broadcast, cluster.senders[0]
-    own = {*sender._epochs.group(1).channels.values()}
+    channels = {*sender._epochs.group(1).channels.values()}
 
     def broadcast(channel, tensor):
-        if channel in own:
+        if channel in channels:
             sender._epochs.leave_group()
             raise RuntimeError("gone")
         return honest(channel, tensor)
@@ -159,7 +159,7 @@ async def test_a_receiver_that_is_faster_than_its_source_does_not_stop_it():
     received = torch.zeros_like(arena.memory.random_())
 
     def transfer(group, tensor):
-        works = [group.broadcast([part], None) for part in tensor.split(64)]
+        works = [group.broadcast([bucket], None) for bucket in tensor.split(64)]
         for work in works:
             work.wait()
 

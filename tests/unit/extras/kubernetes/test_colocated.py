@@ -14,8 +14,8 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize(("named", "taken"), [("GPU-a,GPU-b,GPU-c", "GPU-b,GPU-c"), ("", "")])
-def test_it_takes_gpus_that_the_trainer_names_once_it_has_loaded(tmp_path, named, taken):
+@pytest.mark.parametrize(("named", "gpus"), [("GPU-a,GPU-b,GPU-c", "GPU-b,GPU-c"), ("", "")])
+def test_it_takes_gpus_that_the_trainer_names_once_it_has_loaded(tmp_path, named, gpus):
     file, clock = tmp_path / "trainer-0.ready", Clock()
 
     def pause(seconds):
@@ -23,7 +23,7 @@ def test_it_takes_gpus_that_the_trainer_names_once_it_has_loaded(tmp_path, named
         if clock.now >= 3:
             file.write_text(json.dumps({"gpus": named}))
 
-    assert wait_for_gpus(file, [1, 2], timeout_s=10, clock=clock, pause=pause) == taken
+    assert wait_for_gpus(file, [1, 2], timeout_s=10, clock=clock, pause=pause) == gpus
 
 
 def test_a_trainer_that_does_not_load_is_not_waited_for_for_ever(tmp_path):

@@ -50,7 +50,7 @@ class Told:
         return NodeDrains(
             [AUTOSCALER],
             pods=lambda: self.pods,
-            on_drained=lambda *told: self.drained.append(told),
+            on_drained=lambda *notice: self.drained.append(notice),
             on_in_service=self.in_service.append,
             clock=self.clock,
         )
@@ -76,40 +76,40 @@ class Told:
     ],
 )
 def test_a_cordon_and_the_named_taints_drain_a_node(spec: dict[str, Any], reason: str) -> None:
-    told = Told()
-    told.add("trainer-0", "rollout-0")
-    told.add("rollout-1")
-    told.add("rollout-2", on="node-2")
-    told.add("trainer-0", run_id="run_2")
-    told.watch().process(node(**spec))
+    runs = Told()
+    runs.add("trainer-0", "rollout-0")
+    runs.add("rollout-1")
+    runs.add("rollout-2", on="node-2")
+    runs.add("trainer-0", run_id="run_2")
+    runs.watch().process(node(**spec))
     if not reason:
-        assert told.drained == []
+        assert runs.drained == []
         return
     host = DrainedHost(name="node-1", reason=reason, since=10.0)
     leaving = frozenset({"trainer-0", "rollout-0", "rollout-1"})
-    assert told.drained == [
+    assert runs.drained == [
         ("run_1", host, leaving),
         ("run_2", host, frozenset({"trainer-0"})),
     ]
 
 
 def test_the_time_of_a_drain_is_that_of_its_first_sight() -> None:
-    told = Told()
-    told.add("trainer-0")
-    drains = told.watch()
-    for told.clock.now in (1.0, 2.0):
+    runs = Told()
+    runs.add("trainer-0")
+    drains = runs.watch()
+    for runs.clock.now in (1.0, 2.0):
         drains.process(node(unschedulable=True))
-    assert [host.since for _, host, _ in told.drained] == [1.0, 1.0]
+    assert [host.since for _, host, _ in runs.drained] == [1.0, 1.0]
 
 
 def test_a_pod_that_is_placed_on_a_drained_node_leaves_it() -> None:
-    told = Told()
-    drains = told.watch()
+    runs = Told()
+    drains = runs.watch()
     drains.process(node(unschedulable=True))
-    told.add("rollout-0")
+    runs.add("rollout-0")
     drains.notify("node-1")
     drains.notify("node-2")
-    assert [workers for _, _, workers in told.drained] == [{"rollout-0"}]
+    assert [workers for _, _, workers in runs.drained] == [{"rollout-0"}]
 
 
 @pytest.mark.parametrize(
@@ -124,21 +124,21 @@ def test_a_pod_that_is_placed_on_a_drained_node_leaves_it() -> None:
     ],
 )
 def test_pods_that_tolerate_the_taint_stay(toleration: dict[str, Any], stays: bool) -> None:
-    told = Told()
-    told.add("rollout-0", tolerations=[GPU, toleration])
-    told.watch().process(node(taints=[taint(AUTOSCALER, value="1")]))
-    assert (told.drained == []) is stays
+    runs = Told()
+    runs.add("rollout-0", tolerations=[GPU, toleration])
+    runs.watch().process(node(taints=[taint(AUTOSCALER, value="1")]))
+    assert (runs.drained == []) is stays
 
 
 @pytest.mark.parametrize("after", [node(), Seen(name="node-1", body=None)])
 def test_a_node_that_is_uncordoned_or_gone_is_not_drained_any_more(after: Seen) -> None:
-    told = Told()
-    drains = told.watch()
+    runs = Told()
+    drains = runs.watch()
     drains.process(node())
     drains.process(node(unschedulable=True))
-    assert (drains.is_drained("node-1"), told.in_service) == (True, [])
+    assert (drains.is_drained("node-1"), runs.in_service) == (True, [])
     drains.process(after)
-    assert (drains.is_drained("node-1"), told.in_service) == (False, ["node-1"])
+    assert (drains.is_drained("node-1"), runs.in_service) == (False, ["node-1"])
 
 
 @dataclass
@@ -231,10 +231,10 @@ async def test_a_refused_release_is_tried_again_with_the_next_listing(
 
 
 async def test_a_run_that_is_deleted_meanwhile_keeps_no_other_from_its_checkpoint() -> None:
-    asked: list[str] = []
+    run_ids: list[str] = []
 
     async def get(run_id: str) -> SimpleNamespace:
-        asked.append(run_id)
+        run_ids.append(run_id)
         if run_id == "run_1":
             raise NotFoundError("run 'run_1' does not exist")
         return SimpleNamespace(state="PAUSED", step=1)
@@ -242,4 +242,4 @@ async def test_a_run_that_is_deleted_meanwhile_keeps_no_other_from_its_checkpoin
     drivers = SimpleNamespace(driven_runs=lambda: ["run_1", "run_2"])
     manager: Any = SimpleNamespace(get=get, drivers=drivers)
     await save_runs(manager)
-    assert asked == ["run_1", "run_2"]
+    assert run_ids == ["run_1", "run_2"]

@@ -36,11 +36,11 @@ async def test_what_is_gone_is_shown_as_it_was_in_the_end() -> None:
                 {"type": "MODIFIED", "object": pod("Running")},
                 {"type": "DELETED", "object": pod("Succeeded")},
             )
-        known = [V1Pod(metadata=V1ObjectMeta(name="rollout-0"))]
-        return V1PodList(items=known, metadata=V1ListMeta(resource_version="1"))
+        pods = [V1Pod(metadata=V1ObjectMeta(name="rollout-0"))]
+        return V1PodList(items=pods, metadata=V1ListMeta(resource_version="1"))
 
     listing.__doc__ = ":return: V1PodList"
-    async with follow(listing) as seen, asyncio.timeout(10):
-        assert (await seen.get()).body is not None
-        assert await seen.get() == Seen(name="rollout-0", body=pod("Running"))
-        assert await seen.get() == Seen(name="rollout-0", body=None, last=pod("Succeeded"))
+    async with follow(listing) as changes, asyncio.timeout(10):
+        assert (await changes.get()).body is not None
+        assert await changes.get() == Seen(name="rollout-0", body=pod("Running"))
+        assert await changes.get() == Seen(name="rollout-0", body=None, last=pod("Succeeded"))

@@ -90,7 +90,10 @@ class FakeCluster:
     async def list(self, selector: str) -> list[dict[str, Any]]:
         key, _, value = selector.partition("=")
         labels = {name: pod["metadata"]["labels"] for name, pod in self.pods.items()}
-        fits = {name: key in own and value in ("", own[key]) for name, own in labels.items()}
+        fits = {
+            name: key in object_labels and value in ("", object_labels[key])
+            for name, object_labels in labels.items()
+        }
         return [pod for name, pod in self.pods.items() if fits[name]]
 
     async def delete(
@@ -140,14 +143,14 @@ class FakeCluster:
 
     def make_pods(self, name: str) -> tuple[str, ...]:
         """Creates pods as the controllers of JobSets and Jobs do, and returns their names."""
-        made: tuple[str, ...] = ()
+        names: tuple[str, ...] = ()
         for pod in pods_of(self.job_sets[name]):
             pod_name = pod["metadata"]["name"]
             pod["metadata"]["uid"] = f"uid of {pod_name}"
             self.pods[pod_name] = pod
             self.change(pod_name, phase="Pending")
-            made += (pod_name,)
-        return made
+            names += (pod_name,)
+        return names
 
     def change(self, name: str, **status: Any) -> None:
         self.pods[name] = {**self.pods[name], "status": status}
@@ -244,9 +247,9 @@ async def test_pods_have_the_labels_of_their_project_and_user(tmp_path: Path) ->
         launcher.labels_of = labels
         await launcher.start(RUN, SPEC)
         for pod in cluster.pods.values():
-            shown = pod["metadata"]["labels"]
-            assert shown["slipstream.dev/project"] == "team-a"
-            assert shown["slipstream.dev/user"] == f"ann-of-{RUN}"
+            pod_labels = pod["metadata"]["labels"]
+            assert pod_labels["slipstream.dev/project"] == "team-a"
+            assert pod_labels["slipstream.dev/user"] == f"ann-of-{RUN}"
 
 
 async def test_pods_take_the_token_of_their_run_from_a_secret_that_goes_with_the_run(
@@ -273,9 +276,9 @@ async def test_only_workers_of_the_same_run_reach_each_other(tmp_path: Path) -> 
         await launcher.start(RUN, SPEC)
         (policy,) = cluster.policies.values()
         assert policy["metadata"]["ownerReferences"] == [{"uid": "u1"}]
-        own = policy["spec"]["podSelector"]["matchLabels"]
-        assert own["slipstream.dev/run"] == RUN
-        assert policy["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": own}}]}]
+        labels = policy["spec"]["podSelector"]["matchLabels"]
+        assert labels["slipstream.dev/run"] == RUN
+        assert policy["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": labels}}]}]
         for pod in cluster.pods.values():
             assert pod["metadata"]["labels"]["slipstream.dev/run"] == RUN
         await launcher.stop(RUN)
@@ -340,7 +343,7 @@ async def test_rollouts_that_take_turns_with_the_trainer_are_in_its_pod_and_wait
             assert container["command"][2:5] == [
                 *("services.extras.kubernetes.colocated", "/tmp/trainer-0.ready", str(number))
             ]
-            env = {each["name"]: each.get("value") for each in container["env"]}
+            env = {variable["name"]: variable.get("value") for variable in container["env"]}
             assert env["SLIPSTREAM_ROLLOUT_GPU_NEIGHBOURS"] == '["trainer"]'
         (alone,) = cluster.pods["run-01-rollout-2"]["spec"]["containers"]
         assert "command" not in alone
@@ -438,11 +441,11 @@ async def test_a_trainer_that_lost_a_pod_unseen_is_started_as_a_whole(tmp_path: 
     templates = write_templates(tmp_path)
     async with launching(cluster, templates) as (launcher, _):
         await launcher.start(RUN, spread)
-    kept, lost = cluster.pods[TRAINER], f"{TRAINER}-node-1"
+    first_pod, lost = cluster.pods[TRAINER], f"{TRAINER}-node-1"
     cluster.pods[lost] = {**cluster.pods[lost], "status": {"phase": "Failed"}}
     async with launching(cluster, templates) as (launcher, received):
         await launcher.start(RUN, spread)
-        assert cluster.pods[TRAINER] is not kept
+        assert cluster.pods[TRAINER] is not first_pod
         assert received.exits == []
         await launcher.stop(RUN)
 
@@ -794,14 +797,14 @@ async def test_only_the_lost_worker_is_replaced(tmp_path: Path) -> None:
     cluster = FakeCluster()
     async with launching(cluster, write_templates(tmp_path)) as (launcher, received):
         await launcher.start(RUN, SPEC)
-        kept = cluster.pods[TRAINER]
+        trainer_pod = cluster.pods[TRAINER]
         cluster.terminated(ROLLOUT, "rollout-0", exitCode=1)
         await cluster.settle()
         await launcher.end(RUN, "rollout-0")
         assert ROLLOUT not in cluster.pods
         await launcher.start(RUN, SPEC)
         assert cluster.pods[ROLLOUT]["status"] == {"phase": "Pending"}
-        assert cluster.pods[TRAINER] is kept
+        assert cluster.pods[TRAINER] is trainer_pod
         cluster.terminated(ROLLOUT, "rollout-0", exitCode=1)
         await cluster.settle()
         assert [exit_.worker_id for exit_ in received.exits] == ["rollout-0", "rollout-0"]
@@ -863,9 +866,9 @@ async def test_ended_pods_of_an_earlier_controller_go_with_their_job_set(tmp_pat
     templates = write_templates(tmp_path, job_sets=True)
     async with launching(cluster, templates) as (launcher, _):
         await launcher.start(RUN, spread)
-    made = cluster.make_pods(TRAINER)
+    pod_names = cluster.make_pods(TRAINER)
     async with launching(cluster, templates) as (_, received):
-        for name in made:
+        for name in pod_names:
             cluster.change(name, phase="Succeeded")
         await cluster.settle()
         assert set(cluster.pods) == {ROLLOUT}
@@ -974,8 +977,8 @@ def test_what_a_run_may_not_choose_is_known_before_it_starts(tmp_path: Path) -> 
         pending_timeout_s=60.0,
     )
     chosen = {**SPEC.model_dump(), "pods": {"trainer": {"memory": "64Gi"}, "critic": {}}}
-    found = [*launcher.problems(parse_spec(chosen))]
-    assert [problem.partition(":")[0] for problem in found] == [
+    problems = [*launcher.problems(parse_spec(chosen))]
+    assert [problem.partition(":")[0] for problem in problems] == [
         "pods.critic",
         "pods.trainer.memory",
     ]

@@ -147,17 +147,17 @@ async def test_pods_of_every_namespace_leave_a_drained_node(installation: Instal
     installation.project = "vision"
     everywhere, cluster = installation.everywhere, installation.pods[VISION]
     await everywhere.start(RUN, SPEC)
-    told: list[tuple[str, frozenset[str]]] = []
+    drained: list[tuple[str, frozenset[str]]] = []
     drains = NodeDrains(
         (),
         pods=everywhere.placed_pods,
-        on_drained=lambda run_id, host, workers: told.append((run_id, workers)),
+        on_drained=lambda run_id, host, workers: drained.append((run_id, workers)),
         on_in_service=lambda node: None,
     )
     cluster.place(TRAINER, "node-1")
     await cluster.settle()
     drains.process(Seen(name="node-1", body={"spec": {"unschedulable": True}}))
-    assert told == [(RUN, frozenset({"trainer-0"}))]
+    assert drained == [(RUN, frozenset({"trainer-0"}))]
     cluster.evicts = True
     async with asyncio.timeout(5):
         await everywhere.release(RUN, ["trainer-0"])
@@ -196,10 +196,10 @@ async def test_runs_of_two_namespaces_share_no_port_of_a_node(installation: Inst
         installation.share_node_network()
         # The same run in both, so that both begin to search at the same port.
         await launcher.start(RUN, SPEC)
-    taken = [
+    ports = [
         port
         for cluster in installation.pods.values()
         for pod in cluster.pods.values()
         for port in pod["metadata"]["annotations"][annotation].split(",")
     ]
-    assert len(taken) == len(set(taken)) == 12
+    assert len(ports) == len(set(ports)) == 12

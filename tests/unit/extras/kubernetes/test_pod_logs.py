@@ -45,11 +45,11 @@ def pod(*containers, name="run-01-rollout-0", **state):
 
 async def keep(logs, *changes):
     """Watches the given pods and returns when their logs are copied."""
-    seen = asyncio.Queue()
+    queue = asyncio.Queue()
     for change in changes:
-        seen.put_nowait(change)
+        queue.put_nowait(change)
     async with asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(logs.watch(seen))
+        watching = tasks.create_task(logs.watch(queue))
         for _ in range(len(changes) + 2):
             await asyncio.sleep(0)
         watching.cancel()
@@ -119,8 +119,8 @@ async def test_no_log_fills_the_volume(tmp_path, monkeypatch):
     core = FakeCore("".join(f"{n}123456789\n" for n in range(3)))
     await keep(PodLogs(core, "train", tmp_path), pod("rollout-0"))
     folder = tmp_path / "run_01" / "logs"
-    kept = {file.name: file.read_text() for file in folder.iterdir()}
-    assert kept == {"rollout-0.log": "2123456789\n", "rollout-0.log.1": "1123456789\n"}
+    logs = {file.name: file.read_text() for file in folder.iterdir()}
+    assert logs == {"rollout-0.log": "2123456789\n", "rollout-0.log.1": "1123456789\n"}
 
 
 @pytest.fixture(autouse=True)

@@ -19,27 +19,27 @@ class FakeApi:
         self.objects: dict[str, dict[str, Any]] = {}
         self.error: ApiException | None = None
 
-    def create_namespaced_custom_object(self, *place: Any, **_: Any) -> None:
+    def create_namespaced_custom_object(self, *path: Any, **_: Any) -> None:
         self._check()
-        body = dict(place[-1])
+        body = dict(path[-1])
         self.objects[body["metadata"]["name"]] = body
 
-    def patch_namespaced_custom_object(self, *place: Any, **_: Any) -> None:
-        self._change("spec", *place[-2:])
+    def patch_namespaced_custom_object(self, *path: Any, **_: Any) -> None:
+        self._change("spec", *path[-2:])
 
-    def patch_namespaced_custom_object_status(self, *place: Any, **_: Any) -> None:
-        self._change("status", *place[-2:])
+    def patch_namespaced_custom_object_status(self, *path: Any, **_: Any) -> None:
+        self._change("status", *path[-2:])
 
-    def delete_namespaced_custom_object(self, *place: Any, **_: Any) -> None:
+    def delete_namespaced_custom_object(self, *path: Any, **_: Any) -> None:
         self._check()
-        if self.objects.pop(place[-1], None) is None:
+        if self.objects.pop(path[-1], None) is None:
             raise ApiException(status=404)
 
-    def _change(self, part: str, name: str, changes: dict[str, Any]) -> None:
+    def _change(self, section: str, name: str, changes: dict[str, Any]) -> None:
         self._check()
         if name not in self.objects:
             raise ApiException(status=404)
-        self.objects[name][part] = {**self.objects[name].get(part, {}), **changes[part]}
+        self.objects[name][section] = {**self.objects[name].get(section, {}), **changes[section]}
 
     def _check(self) -> None:
         if self.error is not None:

@@ -140,8 +140,8 @@ async def test_results_go_through_the_chat_template_and_sampled_tokens_stay(tool
     async with CallPool(1) as calls:
         done = episode(engine, calls)
         await MultiTurn(tools=[f"{tools}:add"]).run(done)
-    seen = [done.text(turn) for turn in done.turns]
-    assert seen[1::2] == ["\ntool: 5\nassistant: ", "\ntool: 6\nassistant: "]
+    texts = [done.text(turn) for turn in done.turns]
+    assert texts[1::2] == ["\ntool: 5\nassistant: ", "\ntool: 6\nassistant: "]
     sampled = [turn.token_ids for turn in done.turns if turn.is_sampled]
     assert sampled == [(*TOKENIZER.encode(line), TOKENIZER.eos_id) for line in lines]
     whole = engine.requests[0].context_ids + done.response_ids
@@ -152,7 +152,7 @@ async def test_the_calculator_example_rewards_the_result_of_a_call() -> None:
     code = Path(__file__).parents[4] / "examples" / "calculator" / "calculator.py"
     spec = load_spec(code.with_suffix(".yaml"), {})
     (row, *_), train = (load_callable(f"{code}:{name}")() for name in ("heldout", "train"))
-    assert row["answer"] not in {each["answer"] for each in train}
+    assert row["answer"] not in {train_row["answer"] for train_row in train}
     question = row["prompt"][-1]["content"].removeprefix("What is ").removesuffix("?")
     engine = Scripted([call("calculator", expression=question), f"It is {row['answer']}."])
     # This tokenizer has one token per byte, so the example's max_turn_tokens would be too small.
@@ -374,15 +374,15 @@ def test_wrong_arguments_are_rejected_by_key(arguments: dict[str, Any], key: str
 
 
 @pytest.mark.parametrize(
-    "shown", ["", "{% if tools %}Tools are available.{% endif %}", "{{ tools | length if tools }}"]
+    "prefix", ["", "{% if tools %}Tools are available.{% endif %}", "{{ tools | length if tools }}"]
 )
-def test_a_template_that_does_not_show_the_tools_is_refused(tmp_path: Path, shown: str) -> None:
+def test_a_template_that_does_not_show_the_tools_is_refused(tmp_path: Path, prefix: str) -> None:
     load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes")).save(tmp_path)
     chat = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    (tmp_path / "chat_template.jinja").write_text(shown + chat)
+    (tmp_path / "chat_template.jinja").write_text(prefix + chat)
     tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer=str(tmp_path)))
     with pytest.raises(ValueError, match=r"rollout\.workflow_arguments\.offer_tools"):
         MultiTurn(tools=["x.py:f"], result_template="{result}").check_tokenizer(tokenizer)
@@ -422,14 +422,14 @@ async def test_a_result_keeps_its_letters_and_ends_no_turn(tmp_path: Path) -> No
 
 async def test_the_tools_of_a_row_are_added_to_those_of_the_workflow(tools: str) -> None:
     function = {"name": "other", "description": "d", "parameters": {"properties": {}}}
-    own = {"type": "function", "function": {**function, "name": "add"}}
+    row_tool = {"type": "function", "function": {**function, "name": "add"}}
     tokenizer = family_tokenizer("qwen3")
     engine = Scripted([])
     engine.lines = [(*tokenizer.encode("done"), tokenizer.eos_id)]
     async with CallPool(1) as calls:
         begun = episode(engine, calls, room=3000, context=9000)
         begun.tokenizer = tokenizer
-        row_tools = ({"type": "function", "function": function}, own)
+        row_tools = ({"type": "function", "function": function}, row_tool)
         begun.prompt = replace(begun.prompt, tools=row_tools)
         await MultiTurn(tools=[f"{tools}:add"]).run(begun)
     text = tokenizer.decode(engine.requests[0].context_ids)

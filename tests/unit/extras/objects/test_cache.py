@@ -141,9 +141,9 @@ def test_a_killed_download_leaves_no_copy_and_no_lock(
     assert process.stdout.readline() == b"piece\n"
     process.send_signal(signal.SIGKILL)
     process.wait()
-    (part,) = tmp_path.glob("*/*.part")
+    (partial_file,) = tmp_path.glob("*/*.part")
     assert files_of(fetch(url, "folder", cache=tmp_path)) == MODEL
-    assert not part.exists()
+    assert not partial_file.exists()
 
 
 def test_a_download_waits_for_a_store_that_comes_back(

@@ -132,7 +132,7 @@ def test_a_store_whose_package_reports_nothing_is_accepted(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind", "part"),
+    ("answer", "kind", "phrase"),
     [
         ((False, 0.0, ""), "SamplesUploaded", URL),
         ((True, 7.0, "no route"), "SamplesNotUploaded", "no route"),
@@ -141,7 +141,7 @@ def test_a_store_whose_package_reports_nothing_is_accepted(monkeypatch: pytest.M
     ],
 )
 async def test_the_end_of_a_run_says_if_the_store_has_its_samples(
-    answer: tuple[bool, float, str] | Exception, kind: str, part: str
+    answer: tuple[bool, float, str] | Exception, kind: str, phrase: str
 ) -> None:
     waits: list[float] = []
 
@@ -158,5 +158,5 @@ async def test_the_end_of_a_run_says_if_the_store_has_its_samples(
     note = notes.get_nowait()
     assert notes.empty()
     assert note.type == kind
-    assert part in note.message
+    assert phrase in note.message
     assert waits == [10.0]

@@ -102,10 +102,12 @@ def test_predictions_have_the_order_and_about_the_size_of_what_was_measured(arms
     rates, measured = arms()
     predicted = {setting: predict(rates, setting).samples_per_s for setting in measured}
     compared = 0
-    for one, other in combinations(measured, 2):
-        if max(measured[one], measured[other]) < _APART * min(measured[one], measured[other]):
+    for name, other_name in combinations(measured, 2):
+        if max(measured[name], measured[other_name]) < _APART * min(
+            measured[name], measured[other_name]
+        ):
             continue
-        assert (predicted[one] > predicted[other]) == (measured[one] > measured[other])
+        assert (predicted[name] > predicted[other_name]) == (measured[name] > measured[other_name])
         compared += 1
     assert compared >= 3
     for setting, speed in measured.items():

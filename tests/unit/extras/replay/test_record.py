@@ -74,13 +74,13 @@ def replayed_weights(record: Path, spec: RunSpec) -> list[bool]:
     rank = rank_of(spec, policy_of(spec), source)  # type: ignore[arg-type]
     equal = []
     for step in files.recorded_steps(record)[1:]:
-        source.step = found = files.read_step(record, step, num_ranks=1)
-        meta, *parts = found.ranks[0].metas
-        for part in parts:
-            rank.accumulate(part, weight_version=found.numbers.weight_version)
-        rank.train(StepCommand(step, meta, num_steps=found.numbers.num_steps))
+        source.step = recorded_step = files.read_step(record, step, num_ranks=1)
+        meta, *parts = recorded_step.ranks[0].metas
+        for group in parts:
+            rank.accumulate(group, weight_version=recorded_step.numbers.weight_version)
+        rank.train(StepCommand(step, meta, num_steps=recorded_step.numbers.num_steps))
         rows = rank.runner.engine.export_weights(rows=True)
-        equal.append(start_digests(rows)() == found.numbers.weights)
+        equal.append(start_digests(rows)() == recorded_step.numbers.weights)
     return equal
 
 
@@ -98,9 +98,9 @@ def rewritten(record: Path, step: int, **changes: Any) -> None:
     files.write_step(record, 0, rank.numbers, metas=rank.metas, columns=columns)
 
 
-def add_one(place: int) -> Any:
+def add_one(index: int) -> Any:
     def change(values: torch.Tensor) -> None:
-        values[place] += 1
+        values[index] += 1
 
     return change
 
@@ -154,8 +154,8 @@ def test_samples_that_share_model_inputs_find_them_by_place() -> None:
     columns = {MODEL_INPUTS: files.Columns(torch.tensor([0, 8]), values)}
     numbers = files.StepNumbers(step=1, weight_version=0, num_steps=1)
     step = files.RecordedStep([files.RankStep(numbers, (meta,), columns)])
-    found = step.fetch(meta.select([3, 12]), (MODEL_INPUTS,))[MODEL_INPUTS]
-    assert found.values.tolist() == [1, 2, 3, 4, 5, 6]
+    model_inputs = step.fetch(meta.select([3, 12]), (MODEL_INPUTS,))[MODEL_INPUTS]
+    assert model_inputs.values.tolist() == [1, 2, 3, 4, 5, 6]
     with pytest.raises(NotFoundError):
         step.fetch(meta, ("rewards",))
 
@@ -168,8 +168,8 @@ def test_a_resumed_run_replaces_the_steps_that_it_trains_again(tmp_path: Path) -
     resumed.snapshot(2)
     assert files.recorded_steps(record) == [0, 1, 2]
     assert [start["step"] for start in files.read_starts(record)] == [0, 2]
-    kept = files.read_step(record, 2, num_ranks=1)
-    assert kept.meta.num_keys == 16, "the step before the resumption stays"
+    second_step = files.read_step(record, 2, num_ranks=1)
+    assert second_step.meta.num_keys == 16, "the step before the resumption stays"
 
 
 def cut_off(file: Path) -> None:
@@ -222,15 +222,15 @@ def test_a_start_that_was_cut_off_is_refused(record: Path) -> None:
         plan_replay(record)
 
 
-def started_with(record: Path, part: str, **values: Any) -> None:
+def started_with(record: Path, section: str, **values: Any) -> None:
     file = record / "run.json"
     starts = json.loads(file.read_text())
-    starts[0][part] |= values
+    starts[0][section] |= values
     file.write_text(json.dumps(starts))
 
 
 @pytest.mark.parametrize(
-    ("part", "name", "value"),
+    ("section", "name", "value"),
     [
         ("packages", "torch", "2.4.0"),
         ("hardware", "device", "NVIDIA H100"),
@@ -238,9 +238,9 @@ def started_with(record: Path, part: str, **values: Any) -> None:
     ],
 )
 def test_another_machine_or_torch_is_refused_unless_curves_are_compared(
-    record: Path, part: str, name: str, value: str
+    record: Path, section: str, name: str, value: str
 ) -> None:
-    started_with(record, part, **{name: value})
+    started_with(record, section, **{name: value})
     with pytest.raises(FailedPreconditionError, match=name):
         plan_replay(record)
     assert any(name in note for note in plan_replay(record, changes=["algorithm.loss=gspo"]).notes)
@@ -309,10 +309,10 @@ def test_runs_part_in_batch_seed_loss_and_length(recorded: Path, tmp_path: Path)
     def cause(name: str, other: Queue = queue, spec: RunSpec = spec, **options: Any) -> str:
         record = record_run(tmp_path / name, spec, queue=other, **options)
         difference, keys = compare_records(recorded, record)
-        assert bool(keys) == (spec is not given)
+        assert bool(keys) == (spec is not last_spec)
         return difference.cause
 
-    given = spec
+    last_spec = spec
     fewer = Queue(queue.meta.select(range(12)), queue.fields)
     assert (
         cause("batch", Queue(fewer.meta, {k: v.select(range(12)) for k, v in queue.fields.items()}))
@@ -320,14 +320,17 @@ def test_runs_part_in_batch_seed_loss_and_length(recorded: Path, tmp_path: Path)
     )
     assert cause("loss", spec=spec_of(algorithm={"loss": "gspo"})) == "weights"
     assert cause("length", steps=2) == "length"
-    seeded = [
+    queues = [
         Queue(
             queue.meta.__class__(**{**fields(queue), "tags": {**queue.meta.tags, "seed": seeds}}),
             queue.fields,
         )
         for seeds in ((1,) * 16, (1,) * 15 + (2,))
     ]
-    records = [record_run(tmp_path / f"seed{i}", spec, queue=each) for i, each in enumerate(seeded)]
+    records = [
+        record_run(tmp_path / f"seed{i}", spec, queue=seeded_queue)
+        for i, seeded_queue in enumerate(queues)
+    ]
     assert compare_records(*records)[0].cause == "seed"
 
 

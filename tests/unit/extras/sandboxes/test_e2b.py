@@ -68,13 +68,13 @@ class Hosted(process_connect.Process):
         if self.started is not None:
             return JSONResponse({"code": 429, "message": "too many sandboxes"}, 429)
         self.started = await request.json()
-        found = {
+        sandbox = {
             "templateID": self.started["templateID"],
             "sandboxID": "box",
             "clientID": "c",
             "envdVersion": "0.6.2",
         }
-        return JSONResponse(found, 201)
+        return JSONResponse(sandbox, 201)
 
     async def list_sandboxes(self, request: Request) -> Response:
         if request.headers.get("x-api-key") != KEY:

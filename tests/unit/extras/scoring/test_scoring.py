@@ -63,9 +63,9 @@ def test_what_does_not_fit_is_divided_and_has_no_score_alone():
     apart = Apart(policy, queue, version=3, max_tokens=100)
     apart.leader.add(queue.meta, version=3)
     expected = queue.fields["rollout_logprobs"].unbind()
-    for key, length, wanted in zip(queue.meta.keys, lengths.tolist(), expected, strict=True):
-        wanted = torch.full_like(wanted, UNSCORED) if length == longest else wanted
-        torch.testing.assert_close(apart.added["proximal_logprobs"][key], wanted, atol=1e-5, rtol=0)
+    for key, length, scores in zip(queue.meta.keys, lengths.tolist(), expected, strict=True):
+        scores = torch.full_like(scores, UNSCORED) if length == longest else scores
+        torch.testing.assert_close(apart.added["proximal_logprobs"][key], scores, atol=1e-5, rtol=0)
     # The next batch is split before it runs out of memory.
     assert apart.oom_limits.bounds.max_tokens <= 50
 

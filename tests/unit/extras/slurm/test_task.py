@@ -46,11 +46,11 @@ def plan(tmp_path: Path) -> Path:
 
 
 def started(plan: Path, **variables: str) -> subprocess.Popen[str]:
-    kept = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
     path = f"{plan.parent}:{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parents[4]}"
     return subprocess.Popen(
         module_command("services.extras.slurm.task", str(plan)),
-        env={**kept, "PYTHONPATH": path, **variables},
+        env={**environment, "PYTHONPATH": path, **variables},
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -38,8 +38,8 @@ def config_of(model_type="qwen2", *, layers=7, tied=True):
 )
 def test_layers_are_divided_evenly_and_the_rest_is_in_the_middle(layers, stages, counts):
     division = stage_layers(layers, stages)
-    assert [len(part) for part in division] == counts
-    assert [layer for part in division for layer in part] == list(range(layers))
+    assert [len(stage) for stage in division] == counts
+    assert [layer for stage in division for layer in stage] == list(range(layers))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_layers_are_divided_evenly_and_the_rest_is_in_the_middle(layers, stages,
 )
 def test_the_stage_of_a_large_head_has_fewer_layers(layers, stages, head, counts):
     division = stage_layers(layers, stages, head=head)
-    assert [len(part) for part in division] == counts
+    assert [len(stage) for stage in division] == counts
 
 
 def test_the_head_of_a_mixture_counts_in_addition_to_the_experts_that_a_token_passes():
@@ -206,5 +206,5 @@ def test_replayed_routing_is_refused_with_recomputed_layers():
     rollout = {"routing_replay": "replay", "rewards": [{"name": "exact_match"}]}
     (problem,) = problems(spec_with(trainer=PP2, rollout=rollout), config)
     assert "rollout.routing_replay" in problem
-    kept = PP2 | {"activation_checkpointing": False}
-    assert not list(problems(spec_with(trainer=kept, rollout=rollout), config))
+    trainer = PP2 | {"activation_checkpointing": False}
+    assert not list(problems(spec_with(trainer=trainer, rollout=rollout), config))

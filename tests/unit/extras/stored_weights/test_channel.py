@@ -186,13 +186,13 @@ async def test_what_a_run_has_besides_in_the_same_folder_is_left_alone(tmp_path)
     for name in others:
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_bytes(b"theirs")
-    left = [
+    foreign_names = [
         "probe_1f",
         ".writing-file_1f",
         "v1-e1-1/source-0/.writing-file_2e",
         "v1-e1-1/source-0/part",
     ]
-    for name in left:
+    for name in foreign_names:
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_bytes(b"left by a killed process")
     cluster = StoredCluster(url=str(run))

@@ -45,17 +45,17 @@ def tokenizer(template: str | None = None) -> Tokenizer:
     return loaded
 
 
-def parts(shown: Demonstration, template: str | None = None) -> list[tuple[str, bool]]:
+def parts(demonstration: Demonstration, template: str | None = None) -> list[tuple[str, bool]]:
     """Returns the text of the prompt and of each segment, end tokens included, and whether it trains."""
     decode = tokenizer(template)._inner.decode
-    stretches = [(decode(list(s.token_ids)), s.is_answer) for s in shown.stretches]
-    return [(decode(list(shown.prompt_ids)), False), *stretches]
+    stretches = [(decode(list(s.token_ids)), s.is_answer) for s in demonstration.stretches]
+    return [(decode(list(demonstration.prompt_ids)), False), *stretches]
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_exactly_the_assistants_tokens_train(template: str) -> None:
-    shown = of_chat(TALK, (), tokenizer(template), turns="all")
-    assert parts(shown) == [
+    demonstration = of_chat(TALK, (), tokenizer(template), turns="all")
+    assert parts(demonstration) == [
         ("system: be brief\nuser: 1+1?\nassistant: ", False),
         ("<think>easy</think>2<eos>", True),
         ("\nuser: and one more?\nassistant: ", False),
@@ -65,18 +65,21 @@ def test_exactly_the_assistants_tokens_train(template: str) -> None:
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_the_last_answer_alone_may_train(template: str) -> None:
-    shown = of_chat(TALK, (), tokenizer(template), turns="last")
+    demonstration = of_chat(TALK, (), tokenizer(template), turns="last")
     before = (
         "system: be brief\nuser: 1+1?\nassistant: <think>easy</think>2<eos>\nuser: and one more?\n"
     )
-    assert parts(shown) == [(f"{before}assistant: ", False), ("3<eos>", True)]
+    assert parts(demonstration) == [(f"{before}assistant: ", False), ("3<eos>", True)]
 
 
 def test_the_tokens_are_those_of_the_whole_rendered_conversation() -> None:
     used = tokenizer(PLAIN)
-    shown = of_chat(TALK, (), used, turns="all")
+    demonstration = of_chat(TALK, (), used, turns="all")
     whole = used.encode(used.render_chat(TALK, opens_answer=False))
-    token_ids = [*shown.prompt_ids, *(t for s in shown.stretches for t in s.token_ids)]
+    token_ids = [
+        *demonstration.prompt_ids,
+        *(t for s in demonstration.stretches for t in s.token_ids),
+    ]
     assert token_ids == whole[: len(token_ids)]
     assert used.decode(whole[len(token_ids) :]).strip() == ""
 
@@ -84,9 +87,9 @@ def test_the_tokens_are_those_of_the_whole_rendered_conversation() -> None:
 def test_a_template_that_rewrites_history_is_rejected_unless_the_last_answer_trains() -> None:
     with pytest.raises(ValueError, match=r"data\.demonstration\.turns.*'last'"):
         of_chat(TALK, (), tokenizer(FORGETFUL), turns="all")
-    shown = of_chat(TALK, (), tokenizer(FORGETFUL), turns="last")
-    assert "easy" not in parts(shown)[0][0]
-    assert parts(shown)[1] == ("3<eos>", True)
+    demonstration = of_chat(TALK, (), tokenizer(FORGETFUL), turns="last")
+    assert "easy" not in parts(demonstration)[0][0]
+    assert parts(demonstration)[1] == ("3<eos>", True)
 
 
 def test_a_template_with_another_generation_prompt_than_answer_start_is_rejected() -> None:
@@ -96,8 +99,8 @@ def test_a_template_with_another_generation_prompt_than_answer_start_is_rejected
 
 
 def test_a_template_without_end_tokens_gets_one_after_the_last_answer() -> None:
-    shown = of_chat(TALK, (), tokenizer(), turns="last")
-    assert parts(shown)[1] == ("3<eos>", True)
+    demonstration = of_chat(TALK, (), tokenizer(), turns="last")
+    assert parts(demonstration)[1] == ("3<eos>", True)
 
 
 def book(
@@ -114,8 +117,8 @@ def book(
 
 def test_text_is_answered_by_text_and_an_end() -> None:
     prompt = book([{"prompt": "21=", "answer": "12"}]).prompt("train", 0)
-    (shown,) = prompt.demonstrations
-    assert parts(shown) == [("21=", False), ("12<eos>", True)]
+    (demonstration,) = prompt.demonstrations
+    assert parts(demonstration) == [("21=", False), ("12<eos>", True)]
     assert prompt.answer == "12"
 
 
@@ -167,12 +170,12 @@ def test_a_row_without_an_answer_is_rejected_with_its_key(
 
 
 def test_a_cut_keeps_what_fits() -> None:
-    shown = of_chat(TALK, (), tokenizer(PLAIN), turns="all")
-    first = len(shown.stretches[0].token_ids)
-    cut = shown.cut(first + 3)
+    demonstration = of_chat(TALK, (), tokenizer(PLAIN), turns="all")
+    first = len(demonstration.stretches[0].token_ids)
+    cut = demonstration.cut(first + 3)
     assert cut.num_tokens == first + 3
     assert [stretch.is_answer for stretch in cut.stretches] == [True, False]
-    assert shown.cut(shown.num_tokens) == shown
+    assert demonstration.cut(demonstration.num_tokens) == demonstration
 
 
 ASKED, NO, YES = TALK[1], {"role": "assistant", "content": "no"}, TALK[4]
@@ -230,8 +233,12 @@ UNMARKED = [
 ]
 
 
-def answers_of(shown: Demonstration, chats: Tokenizer) -> list[str]:
-    return [chats.decode(s.token_ids, keeps_special=True) for s in shown.stretches if s.is_answer]
+def answers_of(demonstration: Demonstration, chats: Tokenizer) -> list[str]:
+    return [
+        chats.decode(s.token_ids, keeps_special=True)
+        for s in demonstration.stretches
+        if s.is_answer
+    ]
 
 
 def test_marks_that_leave_out_the_end_token_train_it_nevertheless() -> None:
@@ -254,8 +261,8 @@ def test_marks_of_a_template_without_end_tokens_train_the_end_of_sequence_token(
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"gpt_oss", "deepseek"}))
 def test_each_answer_trains_a_token_at_which_sampling_stops(name: str) -> None:
     chats = family_tokenizer(name)
-    shown = of_chat(UNMARKED, (), chats, turns="last" if name == "qwen3" else "all")
-    answers = [s.token_ids for s in shown.stretches if s.is_answer]
+    demonstration = of_chat(UNMARKED, (), chats, turns="last" if name == "qwen3" else "all")
+    answers = [s.token_ids for s in demonstration.stretches if s.is_answer]
     assert all(answer[-1] in chats.stop_ids for answer in answers)
     assert all(chats.decode(answer).rstrip().endswith(("three", "six")) for answer in answers)
 
@@ -282,5 +289,8 @@ def test_an_intermediate_answer_of_glm_ends_with_the_role_token_of_the_next_mess
 def test_an_answer_has_no_mark_of_a_start(scheme: str) -> None:
     family = FAMILIES["mistral"]
     chats = family_tokenizer("mistral", spaced_backend(family.special, scheme=scheme))
-    shown = of_text("1 + 1 =", "three", chats)
-    assert chats.decode([*shown.prompt_ids, *shown.stretches[0].token_ids]) == "1 + 1 =three"
+    demonstration = of_text("1 + 1 =", "three", chats)
+    assert (
+        chats.decode([*demonstration.prompt_ids, *demonstration.stretches[0].token_ids])
+        == "1 + 1 =three"
+    )

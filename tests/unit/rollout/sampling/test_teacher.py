@@ -165,8 +165,8 @@ async def test_a_teacher_sees_the_best_other_response_of_the_group() -> None:
     good, bad = tuple(tokenizer.encode("45")), tuple(tokenizer.encode("6"))
     samples = [_sample(0, bad), _sample(1, good, reward=1.0), _sample(2, bad, reward=0.5)]
     teacher = Teacher(spec, tokenizer, max_tokens=64, reach=REACH)
-    (shown, none, same) = (await teacher.fields("train", _prompt(), samples))["teacher_prompt_ids"]
-    assert shown.tolist() == tokenizer.encode_prompt("12e45e") == same.tolist()
+    (better, none, same) = (await teacher.fields("train", _prompt(), samples))["teacher_prompt_ids"]
+    assert better.tolist() == tokenizer.encode_prompt("12e45e") == same.tolist()
     assert none.tolist() == []
     short = Teacher(spec, tokenizer, max_tokens=4, reach=REACH)
     fields = await short.fields("train", _prompt(), samples)

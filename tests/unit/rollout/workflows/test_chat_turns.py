@@ -118,11 +118,13 @@ def made(template: str, *, ends: Sequence[str]) -> Tokenizer:
         eos_token=EOS,
         unk_token=PAD,
     )
-    inner.add_special_tokens({"additional_special_tokens": [AddedToken(each) for each in SPECIAL]})
+    inner.add_special_tokens(
+        {"additional_special_tokens": [AddedToken(token) for token in SPECIAL]}
+    )
     inner.eos_token = ends[0]
     inner.chat_template = template
     return Tokenizer(
-        inner, name="made", stop_ids=[inner.convert_tokens_to_ids(one) for one in ends]
+        inner, name="made", stop_ids=[inner.convert_tokens_to_ids(token) for token in ends]
     )
 
 
@@ -131,7 +133,7 @@ USER: dict[str, Any] = {"role": "user", "content": "2 + 3?"}
 
 def rounds(*results: Sequence[str]) -> list[ToolRound]:
     calls = [
-        tuple(ToolCallAndResult(name="add", result=one) for one in result) for result in results
+        tuple(ToolCallAndResult(name="add", result=text) for text in result) for result in results
     ]
     return [ToolRound(reply="<tool_call>{}</tool_call>", calls=result) for result in calls]
 

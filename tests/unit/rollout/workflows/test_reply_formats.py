@@ -144,9 +144,9 @@ def test_hermes_calls_are_found_between_their_marks(text: str, expected: list[st
 def test_calls_of_each_family(
     name: str, text: str, content: str, calls: list[tuple[str, Any]]
 ) -> None:
-    found = reply_format(TOKENIZER, name).parse(text, TOOLS)
-    assert found.content == content
-    assert [(call.name, call.arguments) for call in found.calls] == calls
+    reply = reply_format(TOKENIZER, name).parse(text, TOOLS)
+    assert reply.content == content
+    assert [(call.name, call.arguments) for call in reply.calls] == calls
     untouched = reply_format(TOKENIZER, name).parse(text, TOOLS, has_tools=False)
     assert not untouched.calls
 
@@ -154,8 +154,8 @@ def test_calls_of_each_family(
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_text_without_calls_is_content(name: str) -> None:
     for text in ("Hello.", "", "{", "[1, 2]", '{"a": 1}', "call:f{", "f(x)", "[f(x)", "a < b > c"):
-        found = reply_format(TOKENIZER, name).parse(text, TOOLS)
-        assert (found.content, found.calls) == (text, ())
+        reply = reply_format(TOKENIZER, name).parse(text, TOOLS)
+        assert (reply.content, reply.calls) == (text, ())
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -184,9 +184,9 @@ def test_arguments_without_a_type_get_that_of_the_schema() -> None:
 
 def test_a_malformed_tool_call_returns_an_error_and_stays_content() -> None:
     text = '<tool_call>{"name": "f", "arguments": {bad}}</tool_call>'
-    found = reply_format(TOKENIZER, "hermes").parse(text)
-    assert found.content == text
-    (call,) = found.calls
+    reply = reply_format(TOKENIZER, "hermes").parse(text)
+    assert reply.content == text
+    (call,) = reply.calls
     assert call.name == "f"
     assert "JSON" in call.problem
 

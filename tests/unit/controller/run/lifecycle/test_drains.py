@@ -108,8 +108,12 @@ async def test_a_trainer_leaves_after_its_step_is_saved_and_no_step_is_lost(
     async with drained_run(database, workers) as (manager, run_id):
         draining = await reported(manager, run_id, "Draining")
         run = await manager.get(run_id)
-        shown = condition(run, "Draining")
-        assert (run.state, shown.status, shown.reason) == ("RUNNING", "True", "HostDrained")
+        drain_condition = condition(run, "Draining")
+        assert (run.state, drain_condition.status, drain_condition.reason) == (
+            "RUNNING",
+            "True",
+            "HostDrained",
+        )
         assert draining.data == {
             "reason": "HostDrained",
             "hosts": [{"name": "node-1", "reason": "cordoned", "since": 5.0}],
