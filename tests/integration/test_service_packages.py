@@ -17,14 +17,14 @@ _PROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # Imports a service as if the packages in ``absent`` were not installed.
 _WITHOUT = """
 import importlib, sys
-class Here:
+class FilteredFinder:
     def __init__(self, finder):
         self._finder = finder
     def __getattr__(self, name):
         return getattr(self._finder, name)
     def find_spec(self, name, *where):
         return None if name in absent else self._finder.find_spec(name, *where)
-sys.meta_path = [Here(finder) for finder in sys.meta_path]
+sys.meta_path = [FilteredFinder(finder) for finder in sys.meta_path]
 importlib.import_module("%s")
 """
 _SERVICES = ("controller", "transferqueue", "rollout", "trainer")

@@ -80,7 +80,7 @@ class Gallery:
 """
 
 
-class One:
+class ConstantScorer:
     async def score(self, reward_input: RewardInput) -> Score:
         return Score(1.0)
 
@@ -130,7 +130,7 @@ class Rollout:
                 engine=engine,
                 tokenizer=self.tokenizer,
                 workflow=workflow,
-                reward=One(),
+                reward=ConstantScorer(),
                 calls=calls,
                 images=reader,
             )

@@ -24,15 +24,15 @@ class Echo(asyncio.Protocol):
     """Echo server that records the received bytes by peer address."""
 
     def __init__(self, counts: dict[str, int]) -> None:
-        self.seen = counts
+        self.num_bytes = counts
 
     def connection_made(self, transport):
         self.transport = transport
         self.peer = "unix-abstract:" + transport.get_extra_info("peername")[1:].decode()
-        self.seen[self.peer] = 0
+        self.num_bytes[self.peer] = 0
 
     def data_received(self, data):
-        self.seen[self.peer] += len(data)
+        self.num_bytes[self.peer] += len(data)
         self.transport.write(data)
 
 

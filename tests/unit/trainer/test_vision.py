@@ -30,7 +30,7 @@ class Conversation:
 
     prompt: list[int]
     response: list[int]
-    given: ModelInputs
+    inputs: ModelInputs
     """Images of the prompt."""
     turns: dict[int, ModelInputs]
     """Images of observations by the place of their first token."""
@@ -38,7 +38,7 @@ class Conversation:
     """Versions of the response's tokens, and the number of tokens of each."""
 
     def logprobs(self, whole: Any) -> torch.Tensor:
-        everything = ModelInputs.concat([self.given, *self.turns.values()])
+        everything = ModelInputs.concat([self.inputs, *self.turns.values()])
         return plain_logprobs(whole, self.prompt, self.response, everything)
 
 
@@ -251,9 +251,9 @@ def stored(
                 *second.runs,
             ]
         )
-        turns = {**first.turns, start: second.given}
+        turns = {**first.turns, start: second.inputs}
         turns |= {start + position: turn for position, turn in second.turns.items()}
-        inputs.append(SampleInputs(first.given, decode_bundles(encode_bundles(turns))))
+        inputs.append(SampleInputs(first.inputs, decode_bundles(encode_bundles(turns))))
     fields = {
         "prompt_ids": Jagged.from_list([torch.tensor(first.prompt) for first, _ in samples]),
         "response_ids": Jagged.from_list([torch.tensor(turn) for turn in responses]),

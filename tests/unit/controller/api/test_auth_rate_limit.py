@@ -60,7 +60,7 @@ async def test_concurrent_requests_with_one_token_share_a_lookup():
     assert users.num_asked == 2
 
 
-class Everybody(Users):
+class ValidUsers(Users):
     """Fake users for whom every token is valid and each lookup takes 1 ms."""
 
     def authenticate(self, authorization):
@@ -70,7 +70,7 @@ class Everybody(Users):
 
 
 async def test_a_fleet_that_starts_at_once_is_admitted():
-    users = Everybody()
+    users = ValidUsers()
     api = RunApi(None, None, None, users, Unlimited())
     same_token = [api.authenticate("Bearer one", "10.0.0.1") for _ in range(120)]
     different_tokens = [api.authenticate(f"Bearer {number}", "10.0.0.1") for number in range(120)]

@@ -45,15 +45,15 @@ class Running(Exited):
         self.ended.set()
 
 
-class Orders:
+class FakeForkServer:
     """Fake fork server that records the modules and environments that it should start."""
 
     def __init__(self, process=None) -> None:
         self.process = process
-        self.given = {}
+        self.started = {}
 
     async def start(self, module, environment, log):
-        self.given[log.stem] = (module, environment)
+        self.started[log.stem] = (module, environment)
         return self.process
 
 
@@ -71,11 +71,11 @@ def launcher_of(tmp_path, tasks, forks=None, **options) -> ProcessLauncher:
 async def test_workers_inherit_nothing_of_the_controllers_own(tmp_path, monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_CONTROLLER_DATABASE_URL", "postgresql://user:password@host/db")
     monkeypatch.setenv("SLIPSTREAM_TRACE_RATIO", "0.5")
-    orders = Orders(Exited())
+    forks = FakeForkServer(Exited())
     async with TaskGroup() as tasks:
-        await launcher_of(tmp_path, tasks, orders).start("run_a", RunSpec.model_validate(SPEC))
-    assert orders.given.keys() == {"trainer-0", "rollout-0", "rollout-1"}
-    for module, environment in orders.given.values():
+        await launcher_of(tmp_path, tasks, forks).start("run_a", RunSpec.model_validate(SPEC))
+    assert forks.started.keys() == {"trainer-0", "rollout-0", "rollout-1"}
+    for module, environment in forks.started.values():
         prefix = module.replace("services.", "slipstream_").upper()
         assert environment[f"{prefix}_RUN_ID"] == "run_a"
         assert environment["SLIPSTREAM_TRACE_RATIO"] == "0.5"
@@ -96,9 +96,9 @@ async def test_workers_judge_a_specification_by_the_controllers_policy(tmp_path,
         allowed_commands=(("server", "--stdio"),),
         reward_hosts=("judge.internal",),
     )
-    orders = Orders(Exited())
+    forks = FakeForkServer(Exited())
     async with TaskGroup() as tasks:
-        launcher = launcher_of(tmp_path, tasks, orders, allowance=settings.allowance)
+        launcher = launcher_of(tmp_path, tasks, forks, allowance=settings.allowance)
         await launcher.start("run_a", RunSpec.model_validate(SPEC))
     spec = RunSpec.model_validate(
         SPEC | {"trainer": {**SPEC["trainer"], "checkpoint": {"directory": str(outputs / "link")}}}
@@ -107,7 +107,7 @@ async def test_workers_judge_a_specification_by_the_controllers_policy(tmp_path,
         (TrainerSettings, "trainer-0"),
         (RolloutSettings, "rollout-0"),
     ):
-        for name, value in orders.given[worker_id][1].items():
+        for name, value in forks.started[worker_id][1].items():
             monkeypatch.setenv(name, value)
         worker = worker_settings()
         assert worker.allowance == settings.allowance
@@ -117,9 +117,9 @@ async def test_workers_judge_a_specification_by_the_controllers_policy(tmp_path,
 async def test_the_log_of_a_worker_that_writes_without_end_stays_small(tmp_path, monkeypatch):
     monkeypatch.setattr(worker_process, "MAX_LOG_BYTES", 100)
     monkeypatch.setattr(worker_process, "_LOG_EVERY_S", 0.01)
-    orders = Orders(Running())
+    forks = FakeForkServer(Running())
     async with TaskGroup() as tasks, asyncio.timeout(20):
-        await launcher_of(tmp_path, tasks, orders).start("run_a", RunSpec.model_validate(SPEC))
+        await launcher_of(tmp_path, tasks, forks).start("run_a", RunSpec.model_validate(SPEC))
         path = tmp_path / "run_a" / "logs" / "rollout-0.log"
         with path.open("ab", buffering=0) as log:
             log.write(b"0" * 99)
@@ -131,7 +131,7 @@ async def test_the_log_of_a_worker_that_writes_without_end_stays_small(tmp_path,
             log.write(b"next")
         assert path.read_bytes() == b"next"
         assert path.with_name("rollout-0.log.1").read_bytes() == b"0" * 99 + b"11"
-        orders.process.ended.set()
+        forks.process.ended.set()
 
 
 def vllm_spec(replicas: int, **arguments) -> RunSpec:
@@ -146,19 +146,19 @@ PARTS = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 8_000_000_000}
     ("gpus", "arguments"), [(("0",), PARTS), (("0", "1", "2"), {})], ids=["parts", "room"]
 )
 async def test_a_rollout_is_added_where_it_has_memory(tmp_path, gpus, arguments):
-    orders = Orders(Running())
+    forks = FakeForkServer(Running())
     async with TaskGroup() as tasks:
-        launcher = launcher_of(tmp_path, tasks, orders, gpus=gpus)
+        launcher = launcher_of(tmp_path, tasks, forks, gpus=gpus)
         await launcher.start("run_a", vllm_spec(1, **arguments))
         await launcher.start("run_a", vllm_spec(2, **arguments))
-        orders.process.ended.set()
-    assert orders.given.keys() == {"trainer-0", "rollout-0", "rollout-1"}
+        forks.process.ended.set()
+    assert forks.started.keys() == {"trainer-0", "rollout-0", "rollout-1"}
 
 
 async def test_a_rollout_next_to_one_with_all_memory_is_refused_before_it_starts(tmp_path):
-    orders = Orders(Running())
+    forks = FakeForkServer(Running())
     async with TaskGroup() as tasks:
-        launcher = launcher_of(tmp_path, tasks, orders, gpus=("7",))
+        launcher = launcher_of(tmp_path, tasks, forks, gpus=("7",))
         await launcher.start("run_a", vllm_spec(1))
         for _ in range(2):
             with pytest.raises(FailedPreconditionError, match="GPU 7 with rollout-0") as targets:
@@ -167,45 +167,45 @@ async def test_a_rollout_next_to_one_with_all_memory_is_refused_before_it_starts
             "gpu_memory_utilization and rollout.engine_arguments.kv_cache" in targets.value.message
         )
         await launcher.start("run_a", vllm_spec(1))
-        orders.process.ended.set()
-    assert orders.given.keys() == {"trainer-0", "rollout-0"}
+        forks.process.ended.set()
+    assert forks.started.keys() == {"trainer-0", "rollout-0"}
 
 
 async def test_rollouts_that_were_planned_together_are_started_again(tmp_path):
-    orders = Orders(Running())
+    forks = FakeForkServer(Running())
     async with TaskGroup() as tasks:
-        launcher = launcher_of(tmp_path, tasks, orders, gpus=("7",))
+        launcher = launcher_of(tmp_path, tasks, forks, gpus=("7",))
         await launcher.start("run_a", vllm_spec(2))
-        del orders.given["rollout-1"]
+        del forks.started["rollout-1"]
         await launcher.end("run_a", "rollout-1")
         (tmp_path / "run_a" / "logs" / "rollout-1.process").unlink()
         await launcher.start("run_a", vllm_spec(2))
-        orders.process.ended.set()
-    assert "rollout-1" in orders.given
+        forks.process.ended.set()
+    assert "rollout-1" in forks.started
 
 
 async def test_a_colocated_rollout_starts_with_the_trainer_and_waits_for_its_gpus(tmp_path):
-    orders = Orders(Running())
+    forks = FakeForkServer(Running())
     spec = RunSpec.model_validate({**SPEC, "topology": {"placement": "colocated"}})
     async with TaskGroup() as tasks:
-        launcher = launcher_of(tmp_path, tasks, orders, gpus=("7",))
+        launcher = launcher_of(tmp_path, tasks, forks, gpus=("7",))
         await launcher.start("run_a", spec, later={"rollout-0": "trainer-0"})
-        gate = Path(orders.given["rollout-0"][1]["SLIPSTREAM_ROLLOUT_GPUS_FREE_FILE"])
+        gate = Path(forks.started["rollout-0"][1]["SLIPSTREAM_ROLLOUT_GPUS_FREE_FILE"])
         assert [*gate.parent.glob("*.gpus-free")] == []
         await launcher.start("run_a", spec)
         assert gate in {*gate.parent.iterdir()}
-        orders.process.ended.set()
-    assert "SLIPSTREAM_TRAINER_GPUS_FREE_FILE" not in orders.given["trainer-0"][1]
+        forks.process.ended.set()
+    assert "SLIPSTREAM_TRAINER_GPUS_FREE_FILE" not in forks.started["trainer-0"][1]
 
 
 async def test_workers_are_prometheus_targets_until_their_run_ends(tmp_path):
-    orders, file = Orders(Exited()), tmp_path / "targets.json"
+    forks, file = FakeForkServer(Exited()), tmp_path / "targets.json"
     async with TaskGroup() as tasks:
-        launcher = launcher_of(tmp_path, tasks, orders, metric_targets=file)
+        launcher = launcher_of(tmp_path, tasks, forks, metric_targets=file)
         await launcher.start("run_a", RunSpec.model_validate(SPEC))
         targets = {entry["labels"]["pod"]: entry for entry in json.loads(file.read_text())}
         assert targets.keys() == {"trainer-0", "rollout-0", "rollout-1"}
-        for worker_id, (module, environment) in orders.given.items():
+        for worker_id, (module, environment) in forks.started.items():
             prefix = module.replace("services.", "slipstream_").upper()
             port = environment[f"{prefix}_METRICS_PORT"]
             assert targets[worker_id] == {
@@ -215,11 +215,11 @@ async def test_workers_are_prometheus_targets_until_their_run_ends(tmp_path):
         assert len({entry["targets"][0] for entry in targets.values()}) == 3
         for record in tmp_path.glob("run_a/logs/*.process"):
             record.unlink()  # it contains the id of the test's process, which stop() would signal
-        await launcher_of(tmp_path, tasks, orders, metric_targets=file).stop("run_a")
+        await launcher_of(tmp_path, tasks, forks, metric_targets=file).stop("run_a")
         assert json.loads(file.read_text()) == []
 
 
-@pytest.mark.parametrize("forks", [None, Orders()], ids=["none", "gave_up"])
+@pytest.mark.parametrize("forks", [None, FakeForkServer()], ids=["none", "gave_up"])
 async def test_a_worker_starts_without_the_fork_server(tmp_path, forks):
     (tmp_path / "worker.py").write_text("import os; print(os.environ['NAME']); raise SystemExit(3)")
     log = tmp_path / "worker.log"
@@ -235,7 +235,7 @@ async def test_a_worker_starts_without_the_fork_server(tmp_path, forks):
 async def test_the_ranks_that_were_started_end_with_a_start_that_fails(tmp_path):
     signals = []
 
-    class Ranks(Orders):
+    class Ranks(FakeForkServer):
         async def start(self, module, environment, log):
             if environment["RANK"] == "1":
                 raise OSError("no room")
@@ -253,7 +253,7 @@ async def test_the_ranks_that_were_started_end_with_a_start_that_fails(tmp_path)
 async def test_what_is_started_is_written_down(tmp_path):
     async with TaskGroup() as tasks:
         spec = RunSpec.model_validate(SPEC)
-        await launcher_of(tmp_path, tasks, Orders(Exited())).start("run_a", spec)
+        await launcher_of(tmp_path, tasks, FakeForkServer(Exited())).start("run_a", spec)
     (entry,) = json.loads((tmp_path / "run_a" / "logs" / "rollout-0.process").read_text())
     assert entry["pid"] == Exited.pid
 
@@ -279,11 +279,11 @@ def test_ranks_rendezvous_at_a_reserved_port():
 async def test_a_rollout_with_gpus_knows_its_engine_before_the_specification(
     tmp_path, gpus, reproducible, engine
 ):
-    orders = Orders(Exited())
+    forks = FakeForkServer(Exited())
     rollout = {**SPEC["rollout"], "engine": "torch", "reproducible": reproducible}
     spec = RunSpec.model_validate({**SPEC, "rollout": rollout})
     async with TaskGroup() as tasks:
-        await launcher_of(tmp_path, tasks, orders, gpus=gpus).start("run_a", spec)
-    environments = {name: environment for name, (_, environment) in orders.given.items()}
+        await launcher_of(tmp_path, tasks, forks, gpus=gpus).start("run_a", spec)
+    environments = {name: environment for name, (_, environment) in forks.started.items()}
     assert environments["rollout-0"].get("SLIPSTREAM_ROLLOUT_ENGINE") == engine
     assert "SLIPSTREAM_TRAINER_ENGINE" not in environments["trainer-0"]

@@ -194,10 +194,10 @@ async def test_the_controller_wakes_up_for_a_run_that_has_waited_for_too_long(da
 async def test_a_run_that_fails_in_the_moment_of_its_cancellation_is_cancelled(database, tmp_path):
     class Queue:
         def __init__(self):
-            self.asked, self.may_break = asyncio.Event(), asyncio.Event()
+            self.was_called, self.may_break = asyncio.Event(), asyncio.Event()
 
         async def stats(self):
-            self.asked.set()
+            self.was_called.set()
             await self.may_break.wait()
             raise RuntimeError("broken")
 
@@ -210,7 +210,7 @@ async def test_a_run_that_fails_in_the_moment_of_its_cancellation_is_cancelled(d
         client_of(manager, database, tmp_path) as api,
     ):
         path = f"/v1/runs/{(await api.post('/v1/runs', json=named(0))).json()['id']}"
-        await breaking.asked.wait()
+        await breaking.was_called.wait()
         store = RunStore(database)
         # The driver is notified after the database transaction.
         store.apply(path.rpartition("/")[2], RunEvent.CANCEL, reason="CancelledByUser")

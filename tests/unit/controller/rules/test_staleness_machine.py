@@ -27,7 +27,7 @@ PLACES = 8
 
 
 @dataclass
-class Held:
+class StartedGroup:
     """Group that runs on a rollout."""
 
     attempt: int
@@ -51,8 +51,8 @@ class Run(RuleBasedStateMachine):
         self.gate = StalenessGate(max_staleness=bound, groups_per_step=size)
         self.ledger = Ledger(max_attempts=1000)
         self.step = self.offset = self.published = 0
-        self.held: dict[int, Held] = {}
-        self.forgotten: list[tuple[int, Held]] = []
+        self.started_groups: dict[int, StartedGroup] = {}
+        self.forgotten: list[tuple[int, StartedGroup]] = []
         self.queue, self.snapshot = Queue(), Queue()
         self.is_queue_lost = False
         self.lost: set[str] = set()
@@ -91,21 +91,21 @@ class Run(RuleBasedStateMachine):
             self.ledger.lease(group, worker, version=served, now=0.0)
             attempt, versions = self.queue.progress.get(group.sequence, (0, []))
             resumed = versions if attempt >= group.first_attempt else []
-            if (earlier := self.held.get(group.sequence)) is not None:
+            if (earlier := self.started_groups.get(group.sequence)) is not None:
                 self.forgotten.append((group.sequence, earlier))
-            self.held[group.sequence] = Held(group.attempt, worker, list(resumed))
+            self.started_groups[group.sequence] = StartedGroup(group.attempt, worker, list(resumed))
         if decodes:
             self.decode()
 
     @rule()
     def decode(self):
-        for held_group in self.held.values():
+        for held_group in self.started_groups.values():
             held_group.versions.append(self.published + self.offset)
 
     @rule(index=st.integers(0, 99))
     def cache_progress(self, index):
         """Stores the progress of a group, possibly late and from an attempt that was replaced."""
-        candidates = [*self.held.items(), *self.forgotten]
+        candidates = [*self.started_groups.items(), *self.forgotten]
         if candidates:
             sequence, held_group = candidates[index % len(candidates)]
             self.queue.progress[sequence] = (held_group.attempt, list(held_group.versions))
@@ -114,9 +114,12 @@ class Run(RuleBasedStateMachine):
     @rule(index=st.integers(0, 99))
     def end_segment(self, index):
         group = self.chosen(index, *RUNNING)
-        if group is not None and (held_group := self.held.get(group.sequence)) is not None:
+        if (
+            group is not None
+            and (held_group := self.started_groups.get(group.sequence)) is not None
+        ):
             self.queue.progress[group.sequence] = (held_group.attempt, list(held_group.versions))
-            del self.held[group.sequence]
+            del self.started_groups[group.sequence]
             self.ledger.interrupt(group)
 
     @precondition(lambda self: not self.is_queue_lost)
@@ -124,7 +127,7 @@ class Run(RuleBasedStateMachine):
     def finish(self, index, count):
         for _ in range(count):
             group = self.chosen(index, *RUNNING)
-            held_group = None if group is None else self.held.pop(group.sequence, None)
+            held_group = None if group is None else self.started_groups.pop(group.sequence, None)
             if held_group is None:
                 return
             versions = held_group.versions or [self.published + self.offset]
@@ -136,7 +139,7 @@ class Run(RuleBasedStateMachine):
         """Fails a reward; the group's stored progress remains, as if the rollout had no time to delete it."""
         group = self.chosen(index, *RUNNING)
         if group is not None:
-            if (held_group := self.held.pop(group.sequence, None)) is not None:
+            if (held_group := self.started_groups.pop(group.sequence, None)) is not None:
                 self.forgotten.append((group.sequence, held_group))
             self.ledger.retry(group, "reward_error")
 
@@ -172,8 +175,10 @@ class Run(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS))
     def kill_rollout(self, worker):
-        self.held = {
-            key: held_group for key, held_group in self.held.items() if held_group.worker != worker
+        self.started_groups = {
+            key: held_group
+            for key, held_group in self.started_groups.items()
+            if held_group.worker != worker
         }
         for group in self.ledger.running():
             if group.worker_id == worker:
@@ -199,7 +204,7 @@ class Run(RuleBasedStateMachine):
             if group is None or group.attempt != attempt or group.state in WAITING:
                 del self.queue.samples[sequence]
             elif group.state in RUNNING:
-                self.held.pop(sequence, None)
+                self.started_groups.pop(sequence, None)
                 self.ledger.complete(group, oldest_version=min(versions))
         for group in self.ledger.in_state(GroupState.READY):
             if group.sequence not in self.queue.samples:
@@ -232,7 +237,7 @@ class Run(RuleBasedStateMachine):
     def no_running_group_is_older_than_the_ledger_knows(self):
         if not hasattr(self, "ledger"):
             return
-        for sequence, held_group in self.held.items():
+        for sequence, held_group in self.started_groups.items():
             group = self.group(sequence)
             if group is not None and group.state in RUNNING and group.attempt == held_group.attempt:
                 assert (

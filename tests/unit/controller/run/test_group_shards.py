@@ -45,16 +45,16 @@ class Queue:
 
     def __init__(self):
         self.released, self.losses = [], []
-        self.held = KVBatchMeta(partition_id="run_1/train", keys=())
+        self.batch = KVBatchMeta(partition_id="run_1/train", keys=())
 
     async def release(self, partition, keys, attempts=()):
         self.released += keys
 
     async def get_batch(self, partition):
-        return self.held
+        return self.batch
 
     async def watch(self, partition, revision):
-        yield self.held
+        yield self.batch
 
     async def watch_lost_samples(self, partition):
         for keys in self.losses:
@@ -150,7 +150,7 @@ class Run:
         }
         keys = tuple(f"{name}.{member}" for member in members)
         batch = KVBatchMeta(partition_id="run_1/train", keys=keys, tags=tags)
-        self.queue.held = batch
+        self.queue.batch = batch
 
     async def fail(self, worker_id, reason, **progress):
         """Reports a failure of the group on a rollout."""
@@ -309,7 +309,7 @@ async def test_an_unfit_group_is_never_ready_however_it_arrives(reason, is_found
     await run.dispatch()
     name, ready_counts = run.group.group_id, []
     again = Run(run.ledger, spec) if is_found else run
-    again.queue.held = KVBatchMeta(partition_id="run_1/train", keys=())
+    again.queue.batch = KVBatchMeta(partition_id="run_1/train", keys=())
     again.store(*range(5), attempt=1, **samples)
     release = again.queue.release
 
@@ -345,7 +345,7 @@ async def test_a_group_that_lost_samples_restarts(members):
     await run.bring(*members, attempt=1)
     name = run.group.group_id
     run.queue.losses = [(f"{name}.0", f"{name}.1")]
-    run.queue.held = KVBatchMeta(partition_id="run_1/train", keys=())
+    run.queue.batch = KVBatchMeta(partition_id="run_1/train", keys=())
     await run.generation.replace_lost()
     assert (run.group.state, run.group.attempt) == (GroupState.PENDING, 2)
     assert {f"{name}.{member}" for member in members} <= set(run.queue.released)

@@ -11,7 +11,7 @@ from services.controller.run.publisher import Publisher
 from services.controller.run.weights.session import SyncReport
 
 
-class Parts:
+class Collaborators:
     """Fake collaborators of the publisher; a publication waits until the test permits it."""
 
     is_needed = is_lacking = False
@@ -104,7 +104,7 @@ async def trained(publisher, step):
 
 
 async def test_versions_that_are_overtaken_are_never_sent():
-    connections = Parts()
+    connections = Collaborators()
     publisher = make_publisher(connections)
     connections.may_publish.clear()
     task = asyncio.create_task(publisher.run())
@@ -122,7 +122,7 @@ async def test_versions_that_are_overtaken_are_never_sent():
 
 
 async def test_weights_that_changed_since_their_offer_are_sent_under_their_own_version():
-    connections = Parts()
+    connections = Collaborators()
     publisher = make_publisher(connections)
     connections.may_publish.clear()
     task = asyncio.create_task(publisher.run())
@@ -137,7 +137,7 @@ async def test_weights_that_changed_since_their_offer_are_sent_under_their_own_v
 
 
 async def test_a_rollout_that_joins_gets_the_copy_while_the_trainer_is_ahead():
-    connections = Parts()
+    connections = Collaborators()
     publisher = make_publisher(connections)
     task = asyncio.create_task(publisher.run())
     await trained(publisher, 1)
@@ -151,7 +151,7 @@ async def test_a_rollout_that_joins_gets_the_copy_while_the_trainer_is_ahead():
 
 
 async def test_what_was_served_before_opens_the_gate_and_is_not_sent_again():
-    connections = Parts()
+    connections = Collaborators()
     publisher = make_publisher(connections)
     task = asyncio.create_task(publisher.run())
     await publisher.record_served(4)
@@ -161,7 +161,7 @@ async def test_what_was_served_before_opens_the_gate_and_is_not_sent_again():
 
 
 async def test_a_rollout_that_joins_gets_what_is_served_and_nothing_is_evaluated_again():
-    connections, evaluated = Parts(), []
+    connections, evaluated = Collaborators(), []
     publisher = make_publisher(connections)
 
     async def published(version, **kwargs):
@@ -182,7 +182,7 @@ async def test_a_rollout_that_joins_gets_what_is_served_and_nothing_is_evaluated
 
 
 async def test_a_rollout_that_joins_waits_for_the_next_version_where_no_copy_is_left():
-    connections = Parts()
+    connections = Collaborators()
     publisher = make_publisher(connections)
     task = asyncio.create_task(publisher.run())
     await publisher.record_served(4)
@@ -196,7 +196,7 @@ async def test_a_rollout_that_joins_waits_for_the_next_version_where_no_copy_is_
 
 
 async def test_in_turns_nothing_is_published_for_a_rollout_that_joins_alone():
-    connections = Parts()
+    connections = Collaborators()
     publisher = make_publisher(connections)
     task = asyncio.create_task(publisher.run())
     await trained(publisher, 1)
@@ -212,7 +212,7 @@ async def test_in_turns_nothing_is_published_for_a_rollout_that_joins_alone():
 
 
 async def test_what_a_peer_has_sent_is_not_sent_again():
-    connections = Parts()
+    connections = Collaborators()
     publisher = make_publisher(connections)
     task = asyncio.create_task(publisher.run())
     await trained(publisher, 1)
@@ -225,7 +225,7 @@ async def test_what_a_peer_has_sent_is_not_sent_again():
 
 
 async def test_a_rollout_that_weights_do_not_reach_is_not_waited_for():
-    connections = Parts()
+    connections = Collaborators()
     connections.is_reached = False
     publisher = make_publisher(connections)
     assert not await publisher.admit([rollout("rollout-1")])
@@ -233,7 +233,7 @@ async def test_a_rollout_that_weights_do_not_reach_is_not_waited_for():
 
 
 async def test_a_rollout_that_misses_a_version_is_excluded_before_the_gate_opens():
-    connections = Parts()
+    connections = Collaborators()
     connections.serving.append(rollout("rollout-1"))
     connections.is_missing = {"rollout-1"}
     publisher = make_publisher(connections)
@@ -246,7 +246,7 @@ async def test_a_rollout_that_misses_a_version_is_excluded_before_the_gate_opens
 
 
 async def test_a_rollout_that_took_no_part_is_a_loss():
-    connections = Parts()
+    connections = Collaborators()
     connections.lost = ("rollout-0",)
     publisher = make_publisher(connections)
     await trained(publisher, 1)
@@ -267,7 +267,7 @@ async def running(publisher):
 
 
 async def test_the_gate_opens_by_the_oldest_weights_that_receive_groups():
-    connections = Parts()
+    connections = Collaborators()
     connections.serving.append(rollout("rollout-1"))
     publisher = make_publisher(connections)
     async with running(publisher):
@@ -285,7 +285,7 @@ async def test_the_gate_opens_by_the_oldest_weights_that_receive_groups():
 
 
 async def test_a_version_is_published_again_for_a_rollout_that_lacks_a_copy_of_it():
-    connections = Parts()
+    connections = Collaborators()
     publisher = make_publisher(connections)
     async with running(publisher):
         await trained(publisher, 1)
@@ -301,7 +301,7 @@ async def test_a_version_is_published_again_for_a_rollout_that_lacks_a_copy_of_i
 
 
 async def test_a_rollout_that_joins_and_loads_for_long_needs_one_publication():
-    connections = Parts()
+    connections = Collaborators()
     publisher = make_publisher(connections)
     async with running(publisher):
         await trained(publisher, 1)
@@ -318,7 +318,7 @@ async def test_a_rollout_that_joins_and_loads_for_long_needs_one_publication():
 
 
 async def test_a_rollout_that_leaves_before_it_serves_weights_is_not_waited_for():
-    connections = Parts()
+    connections = Collaborators()
     publisher = make_publisher(connections)
     await publisher.record_served(0)
     connections.copied = 100

@@ -18,7 +18,7 @@ TOKENIZER = load_tokenizer(
 )
 
 
-class Kept:
+class RequestRecorder:
     """Engine wrapper that records requests."""
 
     def __init__(self, inner: Any) -> None:
@@ -49,7 +49,7 @@ def sampled(conversations: list[Conversation]) -> dict[tuple[int, ...], Any]:
 
 async def test_tokens_logprobs_and_versions_of_branches_are_those_of_a_replay() -> None:
     async with running(engine := make_engine()):
-        recorder = Kept(engine)
+        recorder = RequestRecorder(engine)
         episode = Episode(
             Prompt(token_ids=(), text="", answer=None, row={}, data_source="test"),
             EpisodeLimits(

@@ -24,10 +24,10 @@ HERE = AddressPolicy({"127.0.0.1"})
 class Counting:
     """Environment that counts messages and is done after three steps."""
 
-    made = 0
+    num_environments = 0
 
     def __init__(self, *, start: int = 0) -> None:
-        Counting.made += 1
+        Counting.num_environments += 1
         self.count = start
 
     def reset(self, task: Any, *, seed: int) -> str:

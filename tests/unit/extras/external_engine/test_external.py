@@ -24,24 +24,24 @@ class ScriptedStream:
     """Fake stream with one token per iteration of the event loop; each token is the length of its context."""
 
     def __init__(self, segment: Segment, backend: "ScriptedBackend") -> None:
-        self.part = segment
+        self.segment = segment
         self._backend = backend
         self._num_done = 0
 
     async def next(self) -> TokenChunk:
         await self._backend.step.wait()
         await asyncio.sleep(0)
-        if self.part.segment_id in self._backend.cuts:
+        if self.segment.segment_id in self._backend.cuts:
             return TokenChunk(token_ids=(), logprobs=(), finish_reason="abort")
         self._num_done += 1
-        is_last = self._num_done == self.part.max_tokens
-        token = len(self.part.context_ids) + self._num_done - 1
+        is_last = self._num_done == self.segment.max_tokens
+        token = len(self.segment.context_ids) + self._num_done - 1
         return TokenChunk(
             token_ids=(token,), logprobs=(-1.0,), finish_reason="length" if is_last else None
         )
 
     async def close(self) -> None:
-        self._backend.running.discard(self.part.segment_id)
+        self._backend.running.discard(self.segment.segment_id)
 
 
 class ScriptedBackend:

@@ -38,7 +38,7 @@ class Clock:
 
 
 @dataclass
-class Told:
+class NotifiedRuns:
     """Runs that get notices of drained nodes."""
 
     pods: list[PlacedPod] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Told:
     ],
 )
 def test_a_cordon_and_the_named_taints_drain_a_node(spec: dict[str, Any], reason: str) -> None:
-    runs = Told()
+    runs = NotifiedRuns()
     runs.add("trainer-0", "rollout-0")
     runs.add("rollout-1")
     runs.add("rollout-2", on="node-2")
@@ -94,7 +94,7 @@ def test_a_cordon_and_the_named_taints_drain_a_node(spec: dict[str, Any], reason
 
 
 def test_the_time_of_a_drain_is_that_of_its_first_sight() -> None:
-    runs = Told()
+    runs = NotifiedRuns()
     runs.add("trainer-0")
     drains = runs.watch()
     for runs.clock.now in (1.0, 2.0):
@@ -103,7 +103,7 @@ def test_the_time_of_a_drain_is_that_of_its_first_sight() -> None:
 
 
 def test_a_pod_that_is_placed_on_a_drained_node_leaves_it() -> None:
-    runs = Told()
+    runs = NotifiedRuns()
     drains = runs.watch()
     drains.process(node(unschedulable=True))
     runs.add("rollout-0")
@@ -124,7 +124,7 @@ def test_a_pod_that_is_placed_on_a_drained_node_leaves_it() -> None:
     ],
 )
 def test_pods_that_tolerate_the_taint_stay(toleration: dict[str, Any], stays: bool) -> None:
-    runs = Told()
+    runs = NotifiedRuns()
     runs.add("rollout-0", tolerations=[GPU, toleration])
     runs.watch().process(node(taints=[taint(AUTOSCALER, value="1")]))
     assert (runs.drained == []) is stays
@@ -132,7 +132,7 @@ def test_pods_that_tolerate_the_taint_stay(toleration: dict[str, Any], stays: bo
 
 @pytest.mark.parametrize("after", [node(), Seen(name="node-1", body=None)])
 def test_a_node_that_is_uncordoned_or_gone_is_not_drained_any_more(after: Seen) -> None:
-    runs = Told()
+    runs = NotifiedRuns()
     drains = runs.watch()
     drains.process(node())
     drains.process(node(unschedulable=True))
@@ -145,7 +145,7 @@ def test_a_node_that_is_uncordoned_or_gone_is_not_drained_any_more(after: Seen) 
 class FakeApi:
     """Fake API of the transferqueue's namespace; records what it is asked for, in order."""
 
-    seen: "asyncio.Queue[Seen]" = field(default_factory=asyncio.Queue)
+    changes: "asyncio.Queue[Seen]" = field(default_factory=asyncio.Queue)
     calls: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     refusals: int = 0
@@ -166,16 +166,16 @@ class FakeApi:
         if name == "gone-0":
             raise NotFoundError("pod gone-0 does not exist")
         if self.evicts:
-            self.seen.put_nowait(Seen(name=name, body=None))
+            self.changes.put_nowait(Seen(name=name, body=None))
 
     async def delete(self, name: str) -> bool:
         self.record(f"delete {name}")
-        self.seen.put_nowait(Seen(name=name, body=None))
+        self.changes.put_nowait(Seen(name=name, body=None))
         return True
 
     def place(self, name: str, on: str, uid: str = "u1") -> None:
         body = {"metadata": {"name": name, "uid": uid}, "spec": {"nodeName": on}}
-        self.seen.put_nowait(Seen(name=name, body=body))
+        self.changes.put_nowait(Seen(name=name, body=body))
 
     async def until(self, *calls: str) -> None:
         async with asyncio.timeout(5):
@@ -186,10 +186,10 @@ class FakeApi:
 
 @asynccontextmanager
 async def leaving(api: FakeApi) -> AsyncIterator[NodeDrains]:
-    drains = Told().watch()
+    drains = NotifiedRuns().watch()
     queue = QueueDrain(api, drains, save=api.save)  # type: ignore[arg-type]
     drains.on_changed = queue.notify
-    watching = asyncio.ensure_future(queue.watch(api.seen))
+    watching = asyncio.ensure_future(queue.watch(api.changes))
     try:
         yield drains
     finally:

@@ -52,7 +52,7 @@ GATED = {
 class FakeCluster:
     """Fake Kubernetes API: pods by name, and the queue of events that a watch would fill."""
 
-    seen: "asyncio.Queue[Seen]" = field(default_factory=asyncio.Queue)
+    changes: "asyncio.Queue[Seen]" = field(default_factory=asyncio.Queue)
     pods: dict[str, dict[str, Any]] = field(default_factory=dict)
     refuses: str = ""
     ignores_deletion: bool = False
@@ -106,7 +106,7 @@ class FakeCluster:
             return False
         if grace_s == 0 or not self.ignores_deletion:
             del self.pods[name]
-            self.seen.put_nowait(Seen(name=name, body=None))
+            self.changes.put_nowait(Seen(name=name, body=None))
         return True
 
     async def allow_eviction(self, name: str) -> None:
@@ -137,7 +137,7 @@ class FakeCluster:
         pods = self.pods.items()
         for pod in [n for n, p in pods if p["metadata"]["labels"].get(NAME_LABEL) == name]:
             del self.pods[pod]
-            self.seen.put_nowait(Seen(name=pod, body=None))
+            self.changes.put_nowait(Seen(name=pod, body=None))
         await self.settle()
         return self.job_sets.pop(name, None) is not None
 
@@ -154,7 +154,7 @@ class FakeCluster:
 
     def change(self, name: str, **status: Any) -> None:
         self.pods[name] = {**self.pods[name], "status": status}
-        self.seen.put_nowait(Seen(name=name, body=self.pods[name]))
+        self.changes.put_nowait(Seen(name=name, body=self.pods[name]))
 
     def waiting(self, name: str, worker_id: str, reason: str, message: str) -> None:
         state = {"waiting": {"reason": reason, "message": message}}
@@ -165,7 +165,7 @@ class FakeCluster:
 
     async def settle(self) -> None:
         """Waits until the launcher has processed all watched objects."""
-        for _ in range(self.seen.qsize() + 3):
+        for _ in range(self.changes.qsize() + 3):
             await asyncio.sleep(0)
 
 
@@ -218,7 +218,7 @@ async def launching(
         pending_timeout_s=pending_timeout_s,
     )
     async with asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(launcher.watch(cluster.seen))
+        watching = tasks.create_task(launcher.watch(cluster.changes))
         yield launcher, received
         watching.cancel()
 
@@ -394,7 +394,7 @@ async def test_the_exit_of_a_deleted_pod_has_its_last_status(tmp_path: Path) -> 
         await launcher.start(RUN, SPEC)
         ended = {"name": "rollout-0", "state": {"terminated": {"exitCode": 0}}}
         last = cluster.pods.pop(ROLLOUT) | {"status": {"containerStatuses": [ended]}}
-        cluster.seen.put_nowait(Seen(name=ROLLOUT, body=None, last=last))
+        cluster.changes.put_nowait(Seen(name=ROLLOUT, body=None, last=last))
         await cluster.settle()
         assert [(exit_.worker_id, exit_.code) for exit_ in received.exits] == [("rollout-0", 0)]
         await launcher.stop(RUN)
@@ -470,7 +470,7 @@ async def test_pods_of_a_job_set_end_together_and_another_set_replaces_them(
         first, second = cluster.make_pods(TRAINER)
         await cluster.settle()
         del cluster.pods[first]
-        cluster.seen.put_nowait(Seen(name=first, body=None))
+        cluster.changes.put_nowait(Seen(name=first, body=None))
         await cluster.settle()
         assert [exit_.code for exit_ in received.exits] == [1, -9]
         await launcher.stop(RUN)

@@ -19,10 +19,10 @@ class FakeCore:
 
     def __init__(self, *texts):
         self._texts = list(texts)
-        self.asked = []
+        self.requests = []
 
     def read_namespaced_pod_log(self, name, namespace, *, container, **options):
-        self.asked.append((name, container, options.get("since_seconds")))
+        self.requests.append((name, container, options.get("since_seconds")))
         text = self._texts.pop(0)
         if isinstance(text, Exception):
             raise text
@@ -70,13 +70,13 @@ async def test_the_api_shows_what_pods_wrote(tmp_path):
     core = FakeCore("one\ntwo\n")
     await keep(PodLogs(core, "train", tmp_path), pod("rollout-0"), pod("rollout-0"))
     assert await lines(tmp_path) == [("rollout-0", "one"), ("rollout-0", "two")]
-    assert core.asked == [("run-01-rollout-0", "rollout-0", None)]
+    assert core.requests == [("run-01-rollout-0", "rollout-0", None)]
 
 
 async def test_a_container_that_waits_has_no_log(tmp_path):
     core = FakeCore()
     await keep(PodLogs(core, "train", tmp_path), pod("rollout-0", waiting={}))
-    assert core.asked == []
+    assert core.requests == []
 
 
 async def test_containers_of_one_pod_and_pods_of_one_worker_have_files_of_their_own(tmp_path):
@@ -99,7 +99,7 @@ async def test_an_interrupted_log_continues_after_its_last_line(tmp_path):
     os.utime(file, (file.stat().st_mtime - 60, file.stat().st_mtime - 60))
     await keep(logs, Seen(name="run-01-rollout-0", body=None), pod("rollout-0"))
     assert await lines(tmp_path) == [("rollout-0", "one"), ("rollout-0", "two")]
-    first, second, third = (since for _, _, since in core.asked)
+    first, second, third = (since for _, _, since in core.requests)
     assert (first, second) == (None, None)
     assert 60 <= third <= 70
 

@@ -196,7 +196,7 @@ async def test_the_rollout_starts_the_traces_of_held_out_groups_only() -> None:
 
 
 async def test_rewards_can_see_every_message_of_an_episode() -> None:
-    class Asked:
+    class AgentWithResult:
         async def run(self, episode: Episode) -> None:
             await episode.generate(max_tokens=2)
             await episode.observe(result)
@@ -210,7 +210,7 @@ async def test_rewards_can_see_every_message_of_an_episode() -> None:
         return 1.0
 
     histories: list[Any] = []
-    async with sampling(ScoreBy(look), workflow=Asked()) as (sampler, outcome, _):
+    async with sampling(ScoreBy(look), workflow=AgentWithResult()) as (sampler, outcome, _):
         sampler.start([assignment("a", seeds=(5,), temperatures=(1.0,))])
         await outcome.wait_for(1)
     (history,) = histories

@@ -37,10 +37,10 @@ class OneRollout:
     num_replicas = 1
 
     def __init__(self):
-        self.started, self.assignments, self.asked = [], [], []
+        self.started, self.assignments, self.requests = [], [], []
 
     def choose(self, holder, *, room):
-        self.asked.append((holder, room))
+        self.requests.append((holder, room))
         return "rollout-0", 0
 
     def assigned(self, worker_id):
@@ -59,7 +59,7 @@ class OneRollout:
         self.started += [a.group_id for groups in by_worker.values() for a in groups]
 
 
-class Nothing:
+class EmptyIndex:
     """Fake sample index without samples."""
 
     def members(self, group):
@@ -150,8 +150,8 @@ async def test_who_has_computed_a_group_is_known_after_the_run_was_entered_again
     await dispatch(dispatcher)
     # A group of two samples occupies two slots.
     room = SPEC.rollout.max_running_samples // 2
-    assert len(rollouts.asked) >= 3
-    assert [request for request in rollouts.asked if request[0]] == [("rollout-0", room)]
+    assert len(rollouts.requests) >= 3
+    assert [request for request in rollouts.requests if request[0]] == [("rollout-0", room)]
 
 
 async def test_the_function_of_a_curriculum_is_asked_before_a_prompt_is_tried():
@@ -206,7 +206,7 @@ async def test_a_prompt_that_waits_is_passed_over_and_nothing_is_held_against_it
         prompt_order=dispatcher._prompt_order,
         journal=Recorder(),
         rollout_pool=rollouts,
-        sample_index=Nothing(),
+        sample_index=EmptyIndex(),
         dispatcher=dispatcher,
     )
     waits = rollouts.assignments[:3]

@@ -84,7 +84,7 @@ class FakeRun:
     reaches: bool = True
     has_other_data: bool = False
     joined: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+    detached: list[str] = field(default_factory=list)
     may_serve: asyncio.Event = field(default_factory=asyncio.Event)
     may_leave: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -101,7 +101,7 @@ class FakeRun:
         await self.may_serve.wait()
 
     async def detach(self, names):
-        self.left += sorted(names)
+        self.detached += sorted(names)
         await self.may_leave.wait()
 
     @property
@@ -145,11 +145,11 @@ class Case:
             journal=self.journal,
             request_queue=FakeMailbox(request),
         )
-        self.left: list[str] = []
-        self.resizing.on_left = self._record_left
+        self.detached: list[str] = []
+        self.resizing.on_left = self._record_detached
 
-    async def _record_left(self, names) -> None:
-        self.left += sorted(names)
+    async def _record_detached(self, names) -> None:
+        self.detached += sorted(names)
 
     async def register(self, index: int) -> None:
         await self.membership.register(worker(index))
@@ -252,7 +252,7 @@ async def test_rollouts_are_removed_while_the_loop_runs():
         case.ask(1)
         await case.wait_for_event("Resized")
         watching.cancel()
-    assert case.run.left == case.launcher.ended == ["rollout-1", "rollout-2"]
+    assert case.run.detached == case.launcher.ended == ["rollout-1", "rollout-2"]
     assert [worker.worker_id for worker in case.membership.workers(RUN)] == ["rollout-0"]
     assert case.launcher.started == [3, 1]
 
@@ -279,7 +279,7 @@ async def test_new_rollouts_are_not_waited_for_once_they_are_not_wanted_any_more
         case.run.may_serve.set()
         await case.wait_for_event("Resized")
         watching.cancel()
-    assert (case.run.joined, case.run.left) == (["rollout-1"], [])
+    assert (case.run.joined, case.run.detached) == (["rollout-1"], [])
     assert case.launcher.ended == ["rollout-2"]
 
 
@@ -310,7 +310,7 @@ async def test_rollouts_that_were_about_to_leave_when_the_loop_was_left_are_ende
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(case.watch("rollout-0", "rollout-1"))
         case.ask(1)
-        while not case.run.left:  # noqa: ASYNC110
+        while not case.run.detached:  # noqa: ASYNC110
             await asyncio.sleep(0)
         watching.cancel()  # the loss of another worker ends the loop
     assert not case.launcher.ended
@@ -415,7 +415,7 @@ async def test_a_run_is_resized_while_rollouts_wait_in_a_queue():
         while case.launcher.ended != ["rollout-1", "rollout-2"]:  # noqa: ASYNC110
             await asyncio.sleep(0)
         watching.cancel()
-    assert case.run.left == ["rollout-1"]
+    assert case.run.detached == ["rollout-1"]
     assert case.resizing.size == 1
 
 
@@ -490,7 +490,7 @@ async def test_rollouts_leave_a_drained_host_while_others_generate_and_are_repla
 
     async def on_left(names):
         departures.extend(sorted(names))
-        assert case.launcher.released == case.run.left == ["rollout-1"], (
+        assert case.launcher.released == case.run.detached == ["rollout-1"], (
             "first detached, then ended"
         )
 
@@ -528,7 +528,7 @@ async def test_a_rollout_that_is_removed_meanwhile_has_left_its_drained_host():
         watching = tasks.create_task(case.watch("rollout-0", "rollout-1"))
         await case.wait_for_event("Resized")
         watching.cancel()
-    assert case.left == ["rollout-1"]
+    assert case.detached == ["rollout-1"]
 
 
 async def test_rollouts_of_a_host_that_is_in_service_again_stay():
@@ -542,5 +542,5 @@ async def test_rollouts_of_a_host_that_is_in_service_again_stay():
         watching = tasks.create_task(case.watch("rollout-0", "rollout-1"))
         for _ in range(5):
             await asyncio.sleep(0)
-        assert (case.run.left, case.launcher.released) == ([], [])
+        assert (case.run.detached, case.launcher.released) == ([], [])
         watching.cancel()

@@ -13,7 +13,7 @@ from tests.helpers.packages import install
 OBSERVER = """
 class Observer:
     def __init__(self, args):
-        self.steps = args.seen
+        self.steps = args.steps
 
     def reset(self):
         self.steps.append("reset")
@@ -28,7 +28,7 @@ class Observer:
 
 class Args:
     def __init__(self) -> None:
-        self.seen: list[object] = []
+        self.steps: list[object] = []
 
 
 async def _ticks() -> None:
@@ -70,11 +70,11 @@ async def test_an_observer_gets_the_steps_before_and_after_it_was_imported(opene
     observers_of_run.record_step({"step": 2})
     observers_of_run.reset()
     task.cancel()
-    assert args.seen == [1, 2, "reset"]
+    assert args.steps == [1, 2, "reset"]
 
 
 async def test_an_observer_that_fails_ends_nothing(opened) -> None:
     observers_of_run, args = opened("raise RuntimeError('theirs')", "observer_b")
     await asyncio.wait_for(observers_of_run.watch(), 10)
     observers_of_run.record_step({"step": 1})
-    assert args.seen == [1]
+    assert args.steps == [1]
