@@ -45,10 +45,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         modules.setdefault(item.path, []).append(item)
         longest[item.path] = max(longest.get(item.path, 0.0), timeout.args[0] if timeout else 0.0)
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    parts: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
+    groups: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
     for path in sorted(modules, key=lambda path: -longest[path]):
-        min(parts, key=len).extend(modules[path])
-    items[:] = [item for part in parts for item in part]
+        min(groups, key=len).extend(modules[path])
+    items[:] = [item for group in groups for item in group]
 
 
 def pytest_collection_finish() -> None:

@@ -123,7 +123,7 @@ async def open_controller(folder: Path) -> AsyncIterator[PageController]:
         app = build_app(api)
         add_page_links(app, api, links)
         async with serve_http("127.0.0.1:0", with_run_page(app)) as port:
-            made = PageController(
+            controller = PageController(
                 url=f"http://127.0.0.1:{port}",
                 folder=folder,
                 manager=manager,
@@ -140,8 +140,8 @@ async def open_controller(folder: Path) -> AsyncIterator[PageController]:
                 ),
                 running=_create(store, 2, {"name": "sort4"}),
             )
-            _fill(made)
-            yield made
+            _fill(controller)
+            yield controller
     database.close()
 
 
@@ -162,14 +162,14 @@ def _create(
     return run_id
 
 
-def _fill(made: PageController) -> None:
+def _fill(controller: PageController) -> None:
     lost = Note("WorkerLost", "<b>rollout-1</b> ended", {"workers": ["rollout-1"]})
-    made.note(made.running, lost)
+    controller.note(controller.running, lost)
     for step in range(1, 11):
-        made.train(made.running, step)
-    made.evaluate(made.running, 10, 0.75)
+        controller.train(controller.running, step)
+    controller.evaluate(controller.running, 10, 0.75)
     for step in range(1, 13):
-        made.train(made.ended, step, reward_mean=-step / 12)
-    logs = made.folder / made.running / "logs"
+        controller.train(controller.ended, step, reward_mean=-step / 12)
+    logs = controller.folder / controller.running / "logs"
     logs.mkdir(parents=True)
     (logs / "trainer-0.log").write_text("step 10 <i>done</i>\n")

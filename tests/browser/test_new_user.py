@@ -78,8 +78,8 @@ async def test_why_the_reward_fell(opened, runs):
     link = reward.get_by_role("link", name=re.compile("samples of step"))
     step = re.search(r"\d+", await link.text_content())[0]
     await mouse.click(link)
-    one = page.get_by_role("article", name="One sample")
-    await expect(one.get_by_role("region", name="Reward by term")).to_contain_text("style")
+    sample = page.get_by_role("article", name="One sample")
+    await expect(sample.get_by_role("region", name="Reward by term")).to_contain_text("style")
     await expect(page.get_by_label("step", exact=True)).to_have_value(step)
 
 
@@ -89,13 +89,13 @@ async def test_the_worst_answer_of_step_20(opened, runs):
     await mouse.click(page.get_by_role("tab", name="Samples"))
     await mouse.write(page.get_by_label("step", exact=True), "20")
     await mouse.choose(page.get_by_label("order"), "worst")
-    shown = page.get_by_role("list", name="Samples").locator("button[aria-current=true]")
-    await expect(shown).to_contain_text("step 20")
+    current_item = page.get_by_role("list", name="Samples").locator("button[aria-current=true]")
+    await expect(current_item).to_contain_text("step 20")
     listed_sample = json.loads(
         runs.slipstream("samples", runs.ended, "--step", "20", "--worst", "--limit", "1", "--json")
     )
-    one = page.get_by_role("article", name="One sample")
-    await expect(one).to_contain_text(f"Sample {listed_sample['id']}")
+    article = page.get_by_role("article", name="One sample")
+    await expect(article).to_contain_text(f"Sample {listed_sample['id']}")
     rewards = await page.locator("ol.samples .reward").all_inner_texts()
     assert rewards == sorted(rewards, key=float)
 
@@ -128,9 +128,9 @@ async def test_which_side_is_the_bottleneck(opened, runs):
 async def test_the_numbers_go_to_a_tracker(runs, tmp_path):
     """One command exports an ended run without a tracker; one line of the specification tracks a new run."""
     runs.slipstream("track", runs.ended, "--to", "tensorboard", "--folder", str(tmp_path))
-    kept = of_tensorboard(tmp_path)
-    assert curve(kept, "reward_mean") == [*range(1, 25)]
-    assert curve(kept, "heldout/greedy") == [0, 12, 24]
+    curves = of_tensorboard(tmp_path)
+    assert curve(curves, "reward_mean") == [*range(1, 25)]
+    assert curve(curves, "heldout/greedy") == [0, 12, 24]
 
 
 async def test_a_stopped_run_stays_listed(opened, runs):
@@ -145,37 +145,37 @@ async def test_a_stopped_run_stays_listed(opened, runs):
 
 async def test_samples_of_a_real_run(opened, runs):
     page = await opened(f"{runs.ended}/samples")
-    found = page.get_by_role("list", name="Samples").get_by_role("button")
-    one = page.get_by_role("article", name="One sample")
-    await expect(found).to_have_count(50)
+    items = page.get_by_role("list", name="Samples").get_by_role("button")
+    article = page.get_by_role("article", name="One sample")
+    await expect(items).to_have_count(50)
     # The tokens of a sample, in every available coloring.
-    tokens = one.locator(".token")
-    text = await one.get_by_role("group", name="Response, token by token").inner_text()
+    tokens = article.locator(".token")
+    text = await article.get_by_role("group", name="Response, token by token").inner_text()
     assert text == "".join(await tokens.all_inner_texts())
     assert "ratio" in await tokens.first.get_attribute("title")
     for colour, looks in (("weight version", "token version-"), ("logprob", "token level-")):
-        await one.get_by_role("button", name=colour, exact=True).click()
+        await article.get_by_role("button", name=colour, exact=True).click()
         assert any(
             looks in name for name in [await t.get_attribute("class") for t in await tokens.all()]
         )
     # The sample's group, and the difference of another member.
-    group = one.get_by_role("region", name="The group")
+    group = article.get_by_role("region", name="The group")
     await expect(group.locator("tbody tr")).to_have_count(4)
     await group.get_by_role("button", name="diff").first.click()
-    await expect(one.locator("ins, del, span.same").first).to_be_visible()
+    await expect(article.locator("ins, del, span.same").first).to_be_visible()
     # Samples of evaluations; the page's address contains the search.
     await page.get_by_label("samples of").select_option("heldout")
-    await expect(found.first).to_be_visible()
+    await expect(items.first).to_be_visible()
     await page.reload()
     await expect(page.get_by_label("samples of")).to_have_value("heldout")
     # A search finds the text of a listed sample, and nothing for another text.
-    prompt = await one.locator("pre.text").first.inner_text()
+    prompt = await article.locator("pre.text").first.inner_text()
     await page.get_by_label("text", exact=True).fill("no such text")
     await page.get_by_label("text", exact=True).press("Enter")
     await expect(page.get_by_text("No samples match")).to_be_visible()
     await page.get_by_label("text", exact=True).fill(prompt)
     await page.get_by_label("text", exact=True).press("Enter")
-    await expect(found.first).to_contain_text(prompt)
+    await expect(items.first).to_contain_text(prompt)
     async with page.expect_download() as download:
         await page.get_by_role("button", name="download as JSONL").click()
     lines = (await (await download.value).path()).read_text().splitlines()

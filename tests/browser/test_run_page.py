@@ -67,15 +67,15 @@ async def test_every_tab_opens_and_stays_in_order(open_page, controller, which):
 async def test_charts_without_values_are_folded_until_they_have_some(open_page, controller):
     run = controller.create("fresh")
     page = await open_page(f"/runs/{run}")
-    shown = page.locator("figure:visible b")
+    titles = page.locator("figure:visible b")
     key = ["Reward", "Held-out score", "Response length", "Time of a step"]
-    await expect(shown).to_have_text(key)
+    await expect(titles).to_have_text(key)
     await expect(page.get_by_text("Without values:")).to_contain_text("Gradient norm")
     controller.train(run, 1)
     await chart(page, "Gradient norm").scroll_into_view_if_needed()
     await expect(chart(page, "Gradient norm").locator(".legend")).to_contain_text("norm")
     await expect(page.get_by_text("Without values:")).not_to_contain_text("Gradient norm")
-    assert (await shown.all_inner_texts())[:4] == key
+    assert (await titles.all_inner_texts())[:4] == key
     controller.end(run)  # other tests open the page at the run that is running
 
 
@@ -243,13 +243,13 @@ async def test_the_servers_of_a_run_are_shown_with_its_part_or_their_problem(
     await page.goto(f"{controller.url}/runs/{run}/workers")
     rows = page.get_by_role("region", name="Servers").locator("tbody tr")
     await expect(rows).to_have_count(3)
-    shown = [await row.locator("td").all_inner_texts() for row in await rows.all()]
-    assert [row[1:5] for row in shown] == [
+    cells = [await row.locator("td").all_inner_texts() for row in await rows.all()]
+    assert [row[1:5] for row in cells] == [
         ["http://server-0:8000", "answers", "67 %", "9"],
         ["http://server-1:8000", "answers", "all", "8"],
         ["http://server-2:8000", "no answer within 3 s", "–", "–"],  # noqa: RUF001
     ]
-    assert shown[0][5:] == ["1,234,567", "12", "3", "1"]
+    assert cells[0][5:] == ["1,234,567", "12", "3", "1"]
     assert await page.evaluate("document.documentElement.scrollWidth") <= width
 
 
@@ -397,42 +397,42 @@ def _sample(member, *, reward, texts, is_whole):
 async def test_samples_are_found_coloured_and_compared_in_their_group(open_page, controller):
     page = await open_page(f"/runs/{controller.ended}")
     texts = {0: ["so", " it", " is", " 2"], 1: ["so", " is", " 3"]}
-    asked = []
+    urls = []
 
     async def answer(route):
-        asked.append(route.request.url)
-        one = re.search(r"/samples/g00000007[.](\d)", route.request.url)
-        made = [
-            _sample(member, reward=1.0 - member, texts=texts[member], is_whole=bool(one))
-            for member in ([int(one[1])] if one else texts)
+        urls.append(route.request.url)
+        match = re.search(r"/samples/g00000007[.](\d)", route.request.url)
+        samples = [
+            _sample(member, reward=1.0 - member, texts=texts[member], is_whole=bool(match))
+            for member in ([int(match[1])] if match else texts)
         ]
-        if len(asked) == 1:  # the list is read before the step trains them
-            made = [{**sample, "step": None} for sample in made]
-        await route.fulfill(json=made[0] if one else {"items": made, "next_page_token": ""})
+        if len(urls) == 1:  # the list is read before the step trains them
+            samples = [{**sample, "step": None} for sample in samples]
+        await route.fulfill(json=samples[0] if match else {"items": samples, "next_page_token": ""})
 
     await page.route("**/samples*", answer)
     await page.route("**/samples/*", answer)
     await page.get_by_role("tab", name="Samples").click()
-    found = page.get_by_role("list", name="Samples").get_by_role("button")
-    await expect(found).to_have_count(2)
-    one = page.get_by_role("article", name="One sample")
-    await expect(found.first).to_contain_text("step 5")
-    await expect(found.last).to_contain_text("step 5")
-    await expect(one.locator("pre.text").first).to_have_text("1 + 1 = <b>")
-    await expect(one).to_contain_text("correct")
-    token = one.locator(".token", has_text="2")
+    items = page.get_by_role("list", name="Samples").get_by_role("button")
+    await expect(items).to_have_count(2)
+    article = page.get_by_role("article", name="One sample")
+    await expect(items.first).to_contain_text("step 5")
+    await expect(items.last).to_contain_text("step 5")
+    await expect(article.locator("pre.text").first).to_have_text("1 + 1 = <b>")
+    await expect(article).to_contain_text("correct")
+    token = article.locator(".token", has_text="2")
     await expect(token).to_have_class("token level-3")  # twice as likely for the trainer
     assert "version 4" in await token.get_attribute("title")
-    await one.get_by_role("button", name="weight version").click()
+    await article.get_by_role("button", name="weight version").click()
     await expect(token).to_have_class("token version-1")
-    await one.get_by_role("button", name="diff").click()
-    await expect(one.locator("del")).to_have_text([" 3"])
-    await expect(one.locator("ins")).to_have_text([" it", " 2"])
+    await article.get_by_role("button", name="diff").click()
+    await expect(article.locator("del")).to_have_text([" 3"])
+    await expect(article.locator("ins")).to_have_text([" it", " 2"])
     await page.get_by_label("order").select_option("worst")
     await page.get_by_label("text", exact=True).fill("so it")
     await page.get_by_label("text", exact=True).press("Enter")
-    await expect(found).to_have_count(2)
-    assert any("order_by=worst" in url and "text=so+it" in url for url in asked)
+    await expect(items).to_have_count(2)
+    assert any("order_by=worst" in url and "text=so+it" in url for url in urls)
 
 
 async def test_only_what_a_role_may_is_offered(open_page, controller):

@@ -24,7 +24,9 @@ def import_images(archives: Sequence[Path], command: Sequence[str | Path], store
         store: Folder of containerd's blobs, named by their digests.
     """
     names = {blob.name for blob in store.glob("*")}
-    with subprocess.Popen([str(part) for part in command], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [str(argument) for argument in command], stdin=subprocess.PIPE
+    ) as process:
         assert process.stdin is not None
         with tarfile.open(fileobj=process.stdin, mode="w|") as layout:
             _write(layout, "oci-layout", json.dumps({"imageLayoutVersion": "1.0.0"}).encode())
@@ -36,15 +38,15 @@ def import_images(archives: Sequence[Path], command: Sequence[str | Path], store
     assert process.returncode == 0, f"the import of the images ended with {process.returncode}"
 
 
-def _convert(path: Path, layout: tarfile.TarFile, known: set[str]) -> Iterator[dict[str, Any]]:
+def _convert(path: Path, layout: tarfile.TarFile, digests: set[str]) -> Iterator[dict[str, Any]]:
     """Writes those blobs of an archive's images that are not known; yields the images' index entries."""
     with tarfile.open(path) as archive:
 
         def blob(name: str, kind: str) -> dict[str, Any]:
             # An archive names each blob by its digest.
             member, digest = archive.getmember(name), name.partition(".")[0]
-            if digest not in known:
-                known.add(digest)
+            if digest not in digests:
+                digests.add(digest)
                 _write(layout, f"blobs/sha256/{digest}", archive.extractfile(member), member.size)
             return {"mediaType": kind, "digest": f"sha256:{digest}", "size": member.size}
 

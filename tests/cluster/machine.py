@@ -46,18 +46,18 @@ def unchanged_machine(folder: Path) -> Iterator[None]:
 
 def _kill_containers(folder: Path) -> None:
     """Kills the shims of this folder's containerd and their children, which outlive the kubelet."""
-    left = [
+    processes = [
         process
         for process in psutil.process_iter(["cmdline"])
-        if any(part.startswith(f"{folder}/") for part in process.info["cmdline"] or [])
+        if any(argument.startswith(f"{folder}/") for argument in process.info["cmdline"] or [])
     ]
-    left += [child for process in left for child in process.children(recursive=True)]
-    for process in left:
+    processes += [child for process in processes for child in process.children(recursive=True)]
+    for process in processes:
         try:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    psutil.wait_procs(left, timeout=10)
+    psutil.wait_procs(processes, timeout=10)
 
 
 def _pod_networks() -> set[str]:

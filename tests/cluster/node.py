@@ -48,7 +48,7 @@ class Cluster:
     def command(self, *command: str | Path, timeout_s: float = 120.0) -> str:
         """Runs a program against the cluster; returns its output, which the error of a failure contains."""
         result = subprocess.run(
-            [str(part) for part in command],
+            [str(argument) for argument in command],
             capture_output=True,
             text=True,
             timeout=timeout_s,

@@ -22,7 +22,7 @@ class Processes:
         """Starts a program; its output goes to ``logs/name.log``."""
         with (self.logs / f"{name}.log").open("wb") as log:
             self.running[name] = subprocess.Popen(
-                [str(part) for part in command],
+                [str(argument) for argument in command],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

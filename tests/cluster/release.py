@@ -46,12 +46,12 @@ class Installed:
 
     def member(self, project: str) -> "Installed":
         """Returns this release with an API client of a user of another project."""
-        made = self.execute(
+        token = self.execute(
             "deploy/demo-slipstream-controller",
             "-m", "services.controller.tokens", "create", "member", "--project", project,
             namespace=NAMESPACE,
         )  # fmt: skip
-        return replace(self, api=open_api(str(self.api.base_url), made.strip()))
+        return replace(self, api=open_api(str(self.api.base_url), token.strip()))
 
     def execute(self, pod: str, *arguments: str, namespace: str = WORKERS) -> str:
         """Runs Python in a pod and returns its output."""
@@ -108,12 +108,12 @@ class Installed:
 
     def upgrade(self, *values: str) -> None:
         """Upgrades the release to values unless it has them, and waits until the API answers."""
-        wanted = dict(value.split("=", 1) for value in values)
-        if wanted.items() <= self.values.items():
+        new_values = dict(value.split("=", 1) for value in values)
+        if new_values.items() <= self.values.items():
             return
         changes = [argument for value in values for argument in ("--set", value)]
         self.helm("upgrade", "demo", str(CHART), "--reset-then-reuse-values", "--wait", *changes)
-        self.values.update(wanted)
+        self.values.update(new_values)
         self.ready()
 
     def ready(self, timeout_s: float = 120.0) -> None:
@@ -131,14 +131,16 @@ class Installed:
     def cancel_runs(self) -> None:
         """Cancels runs that a failed test left, and waits until their pods are gone."""
         self.ready()
-        left = [run["id"] for run in self.api.get("/v1/runs").json()["items"] if not _is_over(run)]
-        for run_id in left:
+        run_ids = [
+            run["id"] for run in self.api.get("/v1/runs").json()["items"] if not _is_over(run)
+        ]
+        for run_id in run_ids:
             self.api.post(f"/v1/runs/{run_id}/cancel").raise_for_status()
             # The controller waits up to a minute for a pod whose containers never started.
             remove = self.cluster.core.delete_collection_namespaced_pod
             selector = f"slipstream.dev/run={run_id}"
             remove(WORKERS, label_selector=selector, grace_period_seconds=0)
-        eventually(lambda: not any(map(self.pods, left)), timeout_s=CLEARING_S)
+        eventually(lambda: not any(map(self.pods, run_ids)), timeout_s=CLEARING_S)
 
     def pods(self, run_id: str = "") -> list[Any]:
         """Returns the pods of the release, or of one run."""

@@ -108,8 +108,8 @@ class Provoked:
 
     def submit(self, name: str, **changes: Any) -> str:
         """Submits the specification with changes; returns the run's id."""
-        spec = {part: values | changes.get(part, {}) if isinstance(values, dict) else values
-                for part, values in _SPEC.items()}  # fmt: skip
+        spec = {section: values | changes.get(section, {}) if isinstance(values, dict) else values
+                for section, values in _SPEC.items()}  # fmt: skip
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(spec))
         result = slipstream("submit", path, "--url", self.url)
@@ -126,14 +126,14 @@ class Provoked:
 
     def fired(self) -> set[str]:
         """Returns the names of alerts that have fired so far."""
-        found = self.prometheus.get(
+        response = self.prometheus.get(
             "/api/v1/query_range",
             params={
                 "query": 'ALERTS{alertstate="firing"}',
                 "start": self.begin, "end": time.time(), "step": 1,
             },
         ).raise_for_status()  # fmt: skip
-        return {series["metric"]["alertname"] for series in found.json()["data"]["result"]}
+        return {series["metric"]["alertname"] for series in response.json()["data"]["result"]}
 
     def until(self, *names: str) -> None:
         """Waits until alerts have fired."""
@@ -147,19 +147,19 @@ class Provoked:
 
     def successor(self, service: str, former: psutil.Process) -> psutil.Process:
         """Waits for the process that replaces a killed one, and returns it."""
-        found: list[psutil.Process] = []
+        processes: list[psutil.Process] = []
 
         def is_there() -> bool:
             with suppress(psutil.NoSuchProcess):
-                found.extend(
+                processes.extend(
                     process
                     for name, process in descendants(self.command).items()
                     if name.startswith(service) and process.pid != former.pid
                 )
-            return bool(found)
+            return bool(processes)
 
         eventually(is_there, f"another {service}", every_s=0.05)
-        return found[0]
+        return processes[0]
 
     def queue_ports(self) -> tuple[int, int]:
         """Returns the ports at which the transferqueue serves gRPC and samples."""
@@ -308,7 +308,7 @@ def test_alerts_fire_when_they_are_provoked(provoked: Provoked, relay: Relay) ->
     relay.set("refuse")
     provoked.until("SlipstreamCheckpointUploadFailing", "SlipstreamSampleUploadFailing")
     slipstream("cancel", run_id, "--url", provoked.url)
-    seen = provoked.fired()
+    fired = provoked.fired()
 
     provoked.begin = time.time()
     silent = [provoked.process(service) for service in ("controller", "transferqueue")]
@@ -317,7 +317,7 @@ def test_alerts_fire_when_they_are_provoked(provoked: Provoked, relay: Relay) ->
     provoked.until("SlipstreamControllerDown", "SlipstreamQueueShardDown")
     for process in silent:
         process.resume()
-    assert {alert.name for alert in alerts.ALL} - seen - provoked.fired() == _NOT_PROVOKED
+    assert {alert.name for alert in alerts.ALL} - fired - provoked.fired() == _NOT_PROVOKED
 
 
 def block_checkpoints(folder: Path) -> None:

@@ -223,11 +223,11 @@ async def open_launcher(
         on_pending=lambda *pending_events: events.pending.put_nowait(pending_events),
         pending_timeout_s=pending_timeout_s,
     )
-    seen = await stack.enter_async_context(
+    changes = await stack.enter_async_context(
         follow(partial(core.list_namespaced_pod, WORKERS, label_selector=RUN_LABEL))
     )
     tasks = await stack.enter_async_context(asyncio.TaskGroup())
-    watching = tasks.create_task(launcher.watch(seen))
+    watching = tasks.create_task(launcher.watch(changes))
     stack.callback(watching.cancel)
     return launcher, events
 
@@ -301,17 +301,17 @@ async def test_kubectl_drain_ends_once_the_workers_have_left_and_nothing_is_lost
     spec, core = make_spec(replicas=1), controller_account(cluster)
     async with AsyncExitStack() as stack:
         launcher, events = await open_launcher(stack, cluster, tmp_path)
-        told: asyncio.Queue[frozenset[str]] = asyncio.Queue()
+        drained_workers: asyncio.Queue[frozenset[str]] = asyncio.Queue()
         drains = NodeDrains(
             [],
             pods=launcher.placed_pods,
-            on_drained=lambda run_id, host, workers: told.put_nowait(workers),
+            on_drained=lambda run_id, host, workers: drained_workers.put_nowait(workers),
             on_in_service=lambda node: None,
         )
         launcher.on_placed = drains.notify
-        seen = await stack.enter_async_context(follow(core.list_node, "nodes"))
+        changes = await stack.enter_async_context(follow(core.list_node, "nodes"))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        watching = tasks.create_task(drains.watch(seen))
+        watching = tasks.create_task(drains.watch(changes))
         stack.callback(watching.cancel)
         await launcher.start("run_d1", spec)
         trainer = "run-d1-trainer-0"
@@ -325,7 +325,7 @@ async def test_kubectl_drain_ends_once_the_workers_have_left_and_nothing_is_lost
         )  # fmt: skip
         try:
             async with asyncio.timeout(30):
-                assert "trainer-0" in await told.get()
+                assert "trainer-0" in await drained_workers.get()
             # The step in progress ends, and its checkpoint is saved; evictions are refused meanwhile.
             await asyncio.sleep(7)
             assert not draining.done()
@@ -357,7 +357,7 @@ async def test_the_transferqueue_leaves_a_drained_node_once_runs_have_saved_chec
 
     def placed() -> dict[str, tuple[str, str]]:
         listed = cluster.core.list_namespaced_pod(NAMESPACE, label_selector=selector).items
-        return {each.metadata.uid: (each.status.phase, each.spec.node_name) for each in listed}
+        return {pod.metadata.uid: (pod.status.phase, pod.spec.node_name) for pod in listed}
 
     await until(lambda: len(placed()) == 1)
     (former,) = placed()
@@ -512,17 +512,19 @@ async def test_a_run_has_a_pod_group_of_its_size_where_a_gang_scheduler_is_named
     values = "workers.gang.scheduler=volcano,workers.schedulerName=default-scheduler"
     install(cluster, "--set", values)
     custom = CustomObjectsApi(cluster.core.api_client)
-    place = ("scheduling.volcano.sh", "v1beta1", WORKERS, "podgroups")
+    resource = ("scheduling.volcano.sh", "v1beta1", WORKERS, "podgroups")
 
     def groups() -> dict[str, int]:
-        listed = custom.list_namespaced_custom_object(*place)["items"]
-        return {each["metadata"]["name"]: each["spec"]["minMember"] for each in listed}
+        listed = custom.list_namespaced_custom_object(*resource)["items"]
+        return {
+            pod_group["metadata"]["name"]: pod_group["spec"]["minMember"] for pod_group in listed
+        }
 
     async with AsyncExitStack() as stack:
         launcher, _ = await open_launcher(stack, cluster, tmp_path)
         with pytest.raises(FailedPreconditionError, match=r"workers\.gang\.scheduler"):
             await launcher.start("run_a9", make_spec(replicas=1))
-        group, version, _, plural = place
+        group, version, _, plural = resource
         stack.enter_context(
             defined(cluster.core, "PodGroup", group=group, version=version, plural=plural)
         )

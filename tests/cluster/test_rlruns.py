@@ -79,9 +79,9 @@ class CountingApi(CustomObjectsApi):
         super().__init__(client)
         self.written: dict[str, list[float]] = collections.defaultdict(list)
 
-    def patch_namespaced_custom_object_status(self, *place: Any, **options: Any) -> Any:
-        self.written[place[4]].append(time.monotonic())
-        return super().patch_namespaced_custom_object_status(*place, **options)
+    def patch_namespaced_custom_object_status(self, *path: Any, **options: Any) -> Any:
+        self.written[path[4]].append(time.monotonic())
+        return super().patch_namespaced_custom_object_status(*path, **options)
 
 
 class Served:
@@ -141,8 +141,8 @@ async def serving(cluster: Cluster, folder: Path) -> AsyncIterator[Served]:
         try:
             yield Served(cluster, manager, api, folder)
         finally:
-            for each in some:
-                each.cancel()
+            for task in some:
+                task.cancel()
     database.close()
 
 
@@ -156,10 +156,10 @@ async def served(cluster: Cluster, release: None, tmp_path: Path) -> AsyncIterat
 
 def rejection(status: dict[str, Any]) -> tuple[str, str, str]:
     """Returns status, reason and message of the condition SpecRejected."""
-    (found,) = [
+    (rejected,) = [
         condition for condition in status["conditions"] if condition["type"] == "SpecRejected"
     ]
-    return found["status"], found["reason"], found.get("message", "")
+    return rejected["status"], rejected["reason"], rejected.get("message", "")
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
@@ -334,17 +334,18 @@ async def test_fifty_runs_in_a_minute_stay_equal_to_their_objects_with_few_write
 
         def statuses() -> dict[str, dict[str, Any]]:
             listed = custom.list_namespaced_custom_object(GROUP, VERSION, BLUE, PLURAL)
-            return {each["metadata"]["name"]: each.get("status", {}) for each in listed["items"]}
+            return {rlrun["metadata"]["name"]: rlrun.get("status", {}) for rlrun in listed["items"]}
 
         begin = time.monotonic()
         applying = asyncio.ensure_future(served.kubectl("-n", BLUE, "apply", "-f", str(file)))
         watching = asyncio.ensure_future(_watch_lag(served, statuses, seconds=100))
         await applying
         await until(
-            lambda: sum("runId" in each for each in statuses().values()) == len(names), timeout_s=90
+            lambda: sum("runId" in status for status in statuses().values()) == len(names),
+            timeout_s=90,
         )
         submitted_s = time.monotonic() - begin
-        run_ids = [each["runId"] for each in statuses().values()]
+        run_ids = [status["runId"] for status in statuses().values()]
         # Each run makes one step per second for a minute, and pauses and resumes once.
         for step in range(1, 61):
             tick = time.monotonic()
@@ -376,8 +377,8 @@ async def test_fifty_runs_in_a_minute_stay_equal_to_their_objects_with_few_write
             "load_1m": os.getloadavg()[0],
             "cores": os.cpu_count(),
         }
-        known = json.loads(_RESULTS.read_text()) if _RESULTS.exists() else {}
-        _RESULTS.write_text(json.dumps({**known, **report}, indent=2) + "\n", encoding="utf-8")
+        earlier = json.loads(_RESULTS.read_text()) if _RESULTS.exists() else {}
+        _RESULTS.write_text(json.dumps({**earlier, **report}, indent=2) + "\n", encoding="utf-8")
         await served.kubectl("-n", BLUE, "delete", "rlrun", "--all", "--timeout=120s")
     # The other figures depend on the machine; the report compares them with their bars.
     assert per_minute <= _BARS["status_writes_per_run_and_minute"]
@@ -397,9 +398,9 @@ async def _watch_lag(
     clock = time.time() - time.monotonic()
     while time.monotonic() < end:
         runs = await served.manager.list_runs(limit=99, only=RunFilter(project=BLUE))
-        shown = await asyncio.to_thread(statuses)
+        objects = await asyncio.to_thread(statuses)
         now = time.monotonic()
-        phases = {status.get("runId"): status.get("phase") for status in shown.values()}
+        phases = {status.get("runId"): status.get("phase") for status in objects.values()}
         for run in runs:
             is_equal = phases.get(run.run_id) == run.state.value.capitalize()
             if not is_equal:

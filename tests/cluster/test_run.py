@@ -165,9 +165,13 @@ def test_a_run_survives_an_upgrade_a_new_certificate_and_the_loss_of_every_pod(
         return [event["data"]["workers"] for event in installed.events(run_id, "WorkerLost")]
 
     def written() -> str:
-        found = core.list_namespaced_secret(WORKERS, label_selector=f"slipstream.dev/run={run_id}")
+        secrets = core.list_namespaced_secret(
+            WORKERS, label_selector=f"slipstream.dev/run={run_id}"
+        )
         # The secret does not exist while it is replaced.
-        return base64.b64decode(found.items[0].data["tls.crt"]).decode() if found.items else before
+        return (
+            base64.b64decode(secrets.items[0].data["tls.crt"]).decode() if secrets.items else before
+        )
 
     def mounted() -> str:
         show = "print(open('/etc/slipstream/tls/tls.crt').read())"
@@ -207,8 +211,8 @@ def test_a_run_survives_an_upgrade_a_new_certificate_and_the_loss_of_every_pod(
 def test_rollouts_of_a_running_run_are_scaled_by_hand_and_by_an_autoscaler(
     installed: Installed,
 ) -> None:
-    one = {"rollout": {"replicas": 1}, "trainer": {"steps": 1000}}
-    run_id = installed.submit(**one)
+    changes = {"rollout": {"replicas": 1}, "trainer": {"steps": 1000}}
+    run_id = installed.submit(**changes)
     installed.wait(run_id, lambda run: run["step"] >= 3, timeout_s=300)
     installed.scale(run_id, 2)
     eventually(lambda: len(installed.events(run_id, "Resized")) == 1, timeout_s=200)

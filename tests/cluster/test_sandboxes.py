@@ -55,8 +55,8 @@ def access(machine: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def _token(machine: Cluster) -> bytes:
     """Creates a token through the API, as the kubelet does for a projected volume."""
     body = {"spec": {"audiences": [], "expirationSeconds": 3600}}
-    made = machine.core.create_namespaced_service_account_token(ACCOUNT, WORKERS, body)
-    return made.status.token.encode()
+    response = machine.core.create_namespaced_service_account_token(ACCOUNT, WORKERS, body)
+    return response.status.token.encode()
 
 
 def _pods(machine: Cluster) -> dict[str, str]:

@@ -75,7 +75,7 @@ def policy() -> ToolPolicy:
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["torch", *installed("vllm")])
 async def engine(request: pytest.FixtureRequest, policy: ToolPolicy) -> AsyncIterator[Engine]:
     arguments = {"max_model_len": MAX_TOKENS, "kv_cache_memory_bytes": 64 << 20}
-    made = make_engine(
+    rollout_engine = make_engine(
         request.param,
         EngineConfig(
             config=policy.config,
@@ -88,13 +88,13 @@ async def engine(request: pytest.FixtureRequest, policy: ToolPolicy) -> AsyncIte
             decode=policy.tokenizer.decode,
         ),
     )
-    serving = asyncio.ensure_future(made.run())
-    ready = asyncio.ensure_future(made.wait_ready())
+    serving = asyncio.ensure_future(rollout_engine.run())
+    ready = asyncio.ensure_future(rollout_engine.wait_ready())
     await asyncio.wait([ready, serving], timeout=300, return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
         serving.result()
     assert ready.done()
-    yield made
+    yield rollout_engine
     serving.cancel()
     await asyncio.wait([serving])
 
@@ -206,14 +206,14 @@ async def test_a_client_plays_five_turns_whose_tokens_a_replay_repeats(
     assert episode.num_rewritten == 0
     (conversation,) = episode.conversations
     assert conversation == tuple(episode.turns)
-    sampled = [place for place, turn in enumerate(conversation) if turn.is_sampled]
+    sampled = [index for index, turn in enumerate(conversation) if turn.is_sampled]
     assert len(sampled) == len(updated.results)
     # The policy encodes words as no tokenizer does, so that tokenizing replies again gives other tokens.
     ids = token_ids(conversation)
     text = policy.tokenizer.decode(ids, keeps_special=True)
     assert tuple(policy.tokenizer.encode(text)) != ids
-    for number, place in enumerate(sampled, 1):
-        turn, context = conversation[place], token_ids(conversation[:place])
+    for number, index in enumerate(sampled, 1):
+        turn, context = conversation[index], token_ids(conversation[:index])
         request, result = updated.results[context]
         version = 1 if number <= LAST_TURN_OF_FIRST_VERSION else 2
         assert turn.version_runs == result.version_runs == ((version, len(turn.token_ids)),)

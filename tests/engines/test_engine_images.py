@@ -66,16 +66,18 @@ async def test_logprobs_are_those_of_the_trainer_after_every_adoption(
         for version, seed in enumerate(_SEEDS):
             model = model_of(config, seed, dtype)
             await adopt(engine, version, model)
-            asked = [
+            generations = [
                 engine.generate(request(f"{version}.{number}", *prompt, seed=number))
                 for number, prompt in enumerate(prompts)
             ]
-            for (prompt, given), result in zip(prompts, await asyncio.gather(*asked), strict=True):
-                wanted = expected(model, prompt, result.token_ids, given)
-                assert far(result.logprobs, wanted) <= _TOLERANCES[dtype]
+            for (prompt, inputs), result in zip(
+                prompts, await asyncio.gather(*generations), strict=True
+            ):
+                logprobs = expected(model, prompt, result.token_ids, inputs)
+                assert far(result.logprobs, logprobs) <= _TOLERANCES[dtype]
             scores.append([await engine.score(*prompt) for prompt in prompts])
-            wanted = expected(model, prompts[3][0][:1], prompts[3][0][1:], prompts[3][1])
-            assert far(scores[-1][3], wanted) <= _TOLERANCES[dtype]
+            logprobs = expected(model, prompts[3][0][:1], prompts[3][0][1:], prompts[3][1])
+            assert far(scores[-1][3], logprobs) <= _TOLERANCES[dtype]
     # The same weights give the same scores bit for bit, although others were served in between.
     assert scores[-1] == scores[_SEEDS.index(_SEEDS[-1])]
     assert scores[-1] != scores[0]
@@ -87,44 +89,48 @@ async def test_an_engine_resumes_shares_and_recomputes_prompts_with_their_images
 ) -> None:
     config = _CONFIGS["qwen2_5_vl", 0.1]
     old, new = (model_of(config, seed) for seed in (0, 1))
-    prompt, given = random_prompt(random.Random(1), 2, patch=_PATCH)
+    prompt, inputs = random_prompt(random.Random(1), 2, patch=_PATCH)
     prompt += [5] * 64  # several blocks of the cache
     other = ModelInputs.from_values(
-        {**given.tensors, "pixel_values": given.tensors["pixel_values"].flip(0)}
+        {**inputs.tensors, "pixel_values": inputs.tensors["pixel_values"].flip(0)}
     )
     async with serving(engine_name, config) as engine:
         await adopt(engine, 0, old)
-        first = await engine.generate(request("first", prompt, given))
+        first = await engine.generate(request("first", prompt, inputs))
         # Placeholders that the policy samples are ordinary tokens.
         sampled = [*first.token_ids[:6], IMAGE, IMAGE]
         resumed = await engine.generate(
-            request("resumed", [*prompt, *sampled], given, draw_offset=8)
+            request("resumed", [*prompt, *sampled], inputs, draw_offset=8)
         )
-        wanted = expected(old, prompt, [*sampled, *resumed.token_ids], given)
-        assert far(resumed.logprobs, wanted[8:]) <= 1e-5
+        logprobs = expected(old, prompt, [*sampled, *resumed.token_ids], inputs)
+        assert far(resumed.logprobs, logprobs[8:]) <= 1e-5
         cached = engine.stats().cached_tokens_total
         assert cached > 0
         different = await engine.generate(request("other", prompt, other))
         assert engine.stats().cached_tokens_total - cached < len(prompt) // 2
-        wanted = expected(old, prompt, different.token_ids, other)
-        assert far(different.logprobs, wanted) <= 1e-5
+        logprobs = expected(old, prompt, different.token_ids, other)
+        assert far(different.logprobs, logprobs) <= 1e-5
         with pytest.raises(ValueError, match="image_token_id"):
-            await engine.generate(request("shifted", [5, *prompt], given))
+            await engine.generate(request("shifted", [5, *prompt], inputs))
 
-        seen: list[int] = []
+        tokens: list[int] = []
         running = asyncio.create_task(
             engine.generate(
                 request(
-                    "long", prompt, given, max_tokens=120, on_tokens=lambda new, _: seen.extend(new)
+                    "long",
+                    prompt,
+                    inputs,
+                    max_tokens=120,
+                    on_tokens=lambda new, _: tokens.extend(new),
                 )
             )
         )
-        await until(lambda: len(seen) >= 16)
+        await until(lambda: len(tokens) >= 16)
         await adopt(engine, 1, new)
         result = await running
     (_, before), (version, after) = result.version_runs
     assert (version, before + after) == (1, 120)
-    both = [expected(model, prompt, result.token_ids, given) for model in (old, new)]
+    both = [expected(model, prompt, result.token_ids, inputs) for model in (old, new)]
     assert far(result.logprobs, torch.cat([both[0][:before], both[1][before:]])) <= 1e-5
 
 
@@ -138,24 +144,24 @@ async def test_an_engine_resumes_shares_and_recomputes_prompts_with_their_images
 )
 async def test_an_engine_sees_images_of_later_turns(engine_name: str, kind: str) -> None:
     model, rng = model_of(_CONFIGS[kind, 0.1], 0), random.Random(2)
-    prompt, given = random_prompt(rng, 1, patch=_PATCH)
+    prompt, prompt_inputs = random_prompt(rng, 1, patch=_PATCH)
     prompt += [5] * 48  # several blocks of the cache
     async with serving(engine_name, _CONFIGS[kind, 0.1]) as engine:
         await adopt(engine, 0, model)
-        first = await engine.generate(request("first", prompt, given))
+        first = await engine.generate(request("first", prompt, prompt_inputs))
         said = [*prompt, *first.token_ids]
-        seen, inputs = random_prompt(rng, 2, num_tokens=len(said), num_earlier=1, patch=_PATCH)
+        observed, inputs = random_prompt(rng, 2, num_tokens=len(said), num_earlier=1, patch=_PATCH)
         pixels = inputs.tensors["pixel_values"]
         other = ModelInputs.from_values({**inputs.tensors, "pixel_values": pixels.flip(0)})
         reused = []
-        for name, own in (("second", inputs), ("again", inputs), ("other", other)):
+        for name, turn_inputs in (("second", inputs), ("again", inputs), ("other", other)):
             before = engine.stats().cached_tokens_total
-            whole = ModelInputs.concat([given, own])
-            answer = await engine.generate(request(name, [*said, *seen, 5], whole))
+            whole = ModelInputs.concat([prompt_inputs, turn_inputs])
+            answer = await engine.generate(request(name, [*said, *observed, 5], whole))
             reused.append(engine.stats().cached_tokens_total - before)
-            response = [*first.token_ids, *seen, 5, *answer.token_ids]
-            wanted = expected(model, prompt, response, whole)
-            assert far(answer.logprobs, wanted[-len(answer.token_ids) :]) <= 1e-5
+            response = [*first.token_ids, *observed, 5, *answer.token_ids]
+            logprobs = expected(model, prompt, response, whole)
+            assert far(answer.logprobs, logprobs[-len(answer.token_ids) :]) <= 1e-5
     assert 0 < reused[0] <= len(said), "the first turn is computed once"
     assert reused[2] <= len(said) + 16, "an image that differs is not shared"
     assert reused[1] >= reused[2]

@@ -205,9 +205,9 @@ async def _check_version(
     assert (got - expected).abs().mean() <= _MEAN_TOLERANCES[model.dtype]
     if tells_experts:
         assert policy.routing is not None
-        found = policy.routing.differences()
-        assert found is not None
-        differs, is_known = found
+        differences = policy.routing.differences()
+        assert differences is not None
+        differs, is_known = differences
         assert is_known.all()
         assert not differs.any()
     return scores

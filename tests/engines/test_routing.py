@@ -20,24 +20,24 @@ def _measured(folder: Path, *ways: str) -> dict[str, Any]:
     return content
 
 
-def _difference(found: dict[str, Any], way: str) -> float:
-    assert found[way]["staleness_mean"] == 1
-    assert 0 < found[way].get("routing_differs", 0) < 0.3
-    return float(found[way]["rollout_logprob_abs_diff"])
+def _difference(results: dict[str, Any], way: str) -> float:
+    assert results[way]["staleness_mean"] == 1
+    assert 0 < results[way].get("routing_differs", 0) < 0.3
+    return float(results[way]["rollout_logprob_abs_diff"])
 
 
 @pytest.mark.parametrize("engine", installed("vllm"))
 def test_a_run_with_replay_has_half_of_the_difference_that_was_measured_without(
     tmp_path: Path, engine: str
 ) -> None:
-    found = _measured(tmp_path, f"{engine},replay")
+    results = _measured(tmp_path, f"{engine},replay")
     without = json.loads(_MEASURED.read_text())[f"{engine},compare"]["rollout_logprob_abs_diff"]
-    assert _difference(found, f"{engine},replay") <= without / 2
+    assert _difference(results, f"{engine},replay") <= without / 2
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", installed("vllm", "sglang"))
 def test_replay_halves_the_difference(tmp_path: Path, engine: str) -> None:
-    found = _measured(tmp_path, f"{engine},compare", f"{engine},replay")
-    without = _difference(found, f"{engine},compare")
-    assert _difference(found, f"{engine},replay") <= without / 2
+    results = _measured(tmp_path, f"{engine},compare", f"{engine},replay")
+    without = _difference(results, f"{engine},compare")
+    assert _difference(results, f"{engine},replay") <= without / 2

@@ -16,8 +16,8 @@ def test_training_learns_to_sort_with_responses_cut_every_two_tokens(tmp_path, e
     # Runs meet the bars after little more than 100 steps, so 240 of the benchmark's 400 steps are enough.
     options = ("--seeds", "0", "--steps", "240", "--engine", engine)
     run_module("bench.rollout.learning", *options, "--out", results)
-    found = json.loads(results.read_text())[engine]
-    assert found["meets_bars"], found
+    report = json.loads(results.read_text())[engine]
+    assert report["meets_bars"], report
 
 
 @pytest.mark.parametrize("engine", installed("vllm"))

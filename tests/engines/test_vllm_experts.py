@@ -58,11 +58,11 @@ def _chosen(tokens: tuple[int, ...], *, seed: int) -> np.ndarray:
     return np.sort(watch.chosen().numpy(), 2)
 
 
-def _check(result: GenerationResult, prompt: tuple[int, ...], *, known: int = 0) -> None:
+def _check(result: GenerationResult, prompt: tuple[int, ...], *, first: int = 0) -> None:
     experts, tokens = result.routed_experts, prompt + result.token_ids
     assert experts is not None
-    assert experts.shape == (len(tokens) - 1 - known, 2, 3)
-    assert np.array_equal(np.sort(experts, 2), _chosen(tokens, seed=0)[known:])
+    assert experts.shape == (len(tokens) - 1 - first, 2, 3)
+    assert np.array_equal(np.sort(experts, 2), _chosen(tokens, seed=0)[first:])
 
 
 async def test_experts_are_reported_once_per_token() -> None:
@@ -86,8 +86,8 @@ async def test_experts_are_reported_once_per_token() -> None:
         for result in group:
             _check(result, _PROMPT)
         later = (*_PROMPT, *group[0].token_ids, 7, 8, 9)
-        known = len(_PROMPT) + 39
-        _check(await engine.generate(request("l", later, experts_from=known)), later, known=known)
+        first = len(_PROMPT) + 39
+        _check(await engine.generate(request("l", later, experts_from=first)), later, first=first)
 
         began = engine.stats().tokens_total
         task = asyncio.ensure_future(engine.generate(request("cut", _PROMPT, max_tokens=200)))
@@ -97,6 +97,6 @@ async def test_experts_are_reported_once_per_token() -> None:
     (_, old), (_, new) = turn.version_runs
     assert old > 0 < new
     tokens = (*_PROMPT, *turn.token_ids)
-    experts, kept = np.sort(routed_experts([turn]), 2), len(_PROMPT) + old - 1
-    assert np.array_equal(experts[:kept], _chosen(tokens, seed=0)[:kept])
-    assert np.array_equal(experts[kept:], _chosen(tokens, seed=1)[kept:])
+    experts, num_kept = np.sort(routed_experts([turn]), 2), len(_PROMPT) + old - 1
+    assert np.array_equal(experts[:num_kept], _chosen(tokens, seed=0)[:num_kept])
+    assert np.array_equal(experts[num_kept:], _chosen(tokens, seed=1)[num_kept:])

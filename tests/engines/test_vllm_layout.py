@@ -103,9 +103,9 @@ def test_copied_parameters_equal_loaded_ones(
     }
     loaded, copied = build(config, tmp_path), build(config, tmp_path)
     loaded.load_weights(
-        part
+        tensor
         for name, value in source.items()
-        for part in checkpoint_names(name, value, config.to_dict())
+        for tensor in checkpoint_names(name, value, config.to_dict())
     )
     targets = dict(copied.named_parameters())
     with torch.no_grad():

@@ -145,12 +145,12 @@ def test_a_parameter_that_was_not_replaced_is_named(
     llm, engine_config = model
     assert replaced(llm, engine_config, weights_of(0)) == []
     target = f"{name}_scale" if is_scale else name
-    kept = dict(llm.named_parameters())[target]
-    old = kept.detach().clone()
+    parameter = dict(llm.named_parameters())[target]
+    old = parameter.detach().clone()
     finish = quantized.QuantizedUpdate.finish
 
     def undone(self: Any) -> list[str]:
-        kept.data.copy_(old)
+        parameter.data.copy_(old)
         return finish(self)
 
     monkeypatch.setattr(quantized.QuantizedUpdate, "finish", undone)
@@ -165,12 +165,12 @@ def test_a_large_parameter_that_was_not_replaced_is_named(
     llm, engine_config = model
     assert replaced(llm, engine_config, weights_of(0)) == []
     name = "model.layers.1.mlp.gate_up_proj.weight"
-    kept = dict(llm.named_parameters())[name]
-    old, differ = kept.detach().clone(), quantized._differ
+    parameter = dict(llm.named_parameters())[name]
+    old, differ = parameter.detach().clone(), quantized._differ
 
-    def undone(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        kept.data.copy_(old)
-        return differ(one, other)
+    def undone(tensor: torch.Tensor, other_tensor: torch.Tensor) -> torch.Tensor:
+        parameter.data.copy_(old)
+        return differ(tensor, other_tensor)
 
     monkeypatch.setattr(quantized, "_SMALL", 0)
     monkeypatch.setattr(quantized, "_differ", undone)

@@ -49,7 +49,7 @@ def _step(
     """Returns vLLM's output of a step: the first token of the support, with its mask and candidates."""
     token = support[0]
     ids = [token, *range(10, 10 + candidates)]
-    logprobs = [-token / 8, *(-float(place + 1) for place in range(candidates))]
+    logprobs = [-token / 8, *(-float(index + 1) for index in range(candidates))]
     mask = SamplingMaskLists(
         np.array(support, np.int32), np.array([0, len(support)]) if offsets else None
     )
@@ -64,11 +64,11 @@ def _step(
     )
 
 
-def _chunks(sent: list[EngineCoreOutput], **asked: Any) -> list[TokenChunk]:
+def _chunks(sent: list[EngineCoreOutput], **options: Any) -> list[TokenChunk]:
     async def read() -> list[TokenChunk]:
         backend = adapter.VllmBackend(ORDER)
         stream = adapter._Stream(
-            backend, "a#1", segment_id="a", request=request("a", (1, 2), **asked)
+            backend, "a#1", segment_id="a", request=request("a", (1, 2), **options)
         )
         for output in sent:
             stream.put(output)
@@ -141,7 +141,7 @@ def test_candidates_travel_with_their_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("options", "expected"),
     [
         ({"temperature": 0.7, "top_k": 5, "top_p": 0.9}, (0.7, 5, 0.9)),
         ({"temperature": 0.7}, (0.7, 50, 1.0)),
@@ -150,13 +150,13 @@ def test_candidates_travel_with_their_tokens() -> None:
     ],
 )
 def test_every_request_of_an_engine_with_masks_has_a_bound_of_their_size(
-    asked: dict[str, Any], expected: tuple[float, int, float]
+    options: dict[str, Any], expected: tuple[float, int, float]
 ) -> None:
     backend = adapter.VllmBackend(ORDER)
     assert backend.capabilities.sampling_masks
-    segment = RequestProgress(request("a", (1, 2), **asked), None).next_segment("0")
-    found: SamplingParams = backend._sampling(segment)
-    assert (found.temperature, found.top_k, found.top_p) == expected
+    segment = RequestProgress(request("a", (1, 2), **options), None).next_segment("0")
+    parameters: SamplingParams = backend._sampling(segment)
+    assert (parameters.temperature, parameters.top_k, parameters.top_p) == expected
     arguments = backend.engine_args("folder")
     assert arguments.return_sampling_mask
     assert arguments.max_logprobs == 64

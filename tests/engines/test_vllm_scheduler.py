@@ -33,7 +33,9 @@ def test_tokens_travel_together_and_nothing_is_lost_at_the_end() -> None:
             step.append(sampled("b", 10 * token, reason=reason))
         sent += gatherer.passed(step)
     sent += gatherer.passed([sampled("a", 9, reason=FinishReason.LENGTH)])
-    sent_tokens = [(one.request_id, one.new_token_ids, one.finish_reason) for one in sent]
+    sent_tokens = [
+        (output.request_id, output.new_token_ids, output.finish_reason) for output in sent
+    ]
     assert sent_tokens == [
         ("a", [1, 2, 3], None),
         ("b", [10, 20, 30], None),
@@ -41,8 +43,10 @@ def test_tokens_travel_together_and_nothing_is_lost_at_the_end() -> None:
         ("a", [4, 5, 6], None),
         ("a", [7, 8, 9], FinishReason.LENGTH),
     ]
-    for one in sent:
-        assert one.new_logprobs.logprobs.tolist() == [-token / 8 for token in one.new_token_ids]
+    for output in sent:
+        assert output.new_logprobs.logprobs.tolist() == [
+            -token / 8 for token in output.new_token_ids
+        ]
 
 
 def test_every_token_has_the_era_that_sampled_it() -> None:
@@ -52,9 +56,9 @@ def test_every_token_has_the_era_that_sampled_it() -> None:
     gatherer.discard_tokens(["b"])
     gatherer.era += 1
     assert not gatherer.passed([sampled("a", 3), sampled("b", 7)])
-    (one,) = gatherer.passed([sampled("a", 4)])
-    assert one.new_token_ids == [1, 2, 3, 4]
-    assert one.new_logprobs.logprob_token_ids.tolist() == [[0, 0], [1, 2]]
+    (output,) = gatherer.passed([sampled("a", 4)])
+    assert output.new_token_ids == [1, 2, 3, 4]
+    assert output.new_logprobs.logprob_token_ids.tolist() == [[0, 0], [1, 2]]
     (other,) = gatherer.passed([sampled("b", 8, reason=FinishReason.STOP)])
     assert other.new_token_ids == [7, 8]
     assert other.new_logprobs.logprob_token_ids.tolist() == [[1, 0]]

@@ -30,9 +30,9 @@ def test_a_run_trains_in_turns_on_one_gpu(
 ) -> None:
     """With a large KV cache both sides release their memory; without it, the small model stays on the GPU."""
     use_one_gpu(monkeypatch)
-    own = int(cache * torch.cuda.get_device_properties(0).total_memory)
+    cache_bytes = int(cache * torch.cuda.get_device_properties(0).total_memory)
     settings = (
-        *((f"rollout.engine_arguments.kv_cache_memory_bytes={own}",) if cache else ()),
+        *((f"rollout.engine_arguments.kv_cache_memory_bytes={cache_bytes}",) if cache else ()),
         "topology.placement=colocated",
         f"algorithm.max_staleness={max_staleness}",
         "trainer.steps=6",

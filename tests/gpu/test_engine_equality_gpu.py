@@ -30,25 +30,25 @@ _SHAPE: dict[str, Any] = {
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_logprobs_of_packs_equal_those_of_decoding(family: str) -> None:
     subject = Subject({"model_type": family, **_SHAPE}, device="cuda", dtype=torch.bfloat16)
-    given = groups(160, tokens=150, vocabulary=32_000, context=700)
-    results = decoded(subject.batch(), given, running=48)
+    requests = groups(160, tokens=150, vocabulary=32_000, context=700)
+    results = decoded(subject.batch(), requests, running=48)
     policy, total = subject.policy(), 0
-    for start in range(0, len(given), 16):
-        part = given[start : start + 16]
-        packed = subject.packed(part, results, shares_prefixes=start % 32 == 0)
+    for start in range(0, len(requests), 16):
+        pack_requests = requests[start : start + 16]
+        packed = subject.packed(pack_requests, results, shares_prefixes=start % 32 == 0)
         with torch.no_grad():
-            found = policy(packed)[0].cpu()
-        assert torch.equal(found, logprobs(part, results))
-        total += len(found)
+            pack_logprobs = policy(packed)[0].cpu()
+        assert torch.equal(pack_logprobs, logprobs(pack_requests, results))
+        total += len(pack_logprobs)
     assert total >= 10_000
 
 
 def test_a_pass_with_gradients_has_the_same_logprobs() -> None:
     subject = Subject({"model_type": "qwen3", **_SHAPE}, device="cuda", dtype=torch.bfloat16)
-    given = groups(8, tokens=60, vocabulary=32_000, context=100)
-    results = decoded(subject.batch(), given, running=8)
+    requests = groups(8, tokens=60, vocabulary=32_000, context=100)
+    results = decoded(subject.batch(), requests, running=8)
     policy = subject.policy()
-    found, _ = policy(subject.packed(given, results, shares_prefixes=True))
-    found.sum().backward()
-    assert torch.equal(found.detach().cpu(), logprobs(given, results))
+    pack_logprobs, _ = policy(subject.packed(requests, results, shares_prefixes=True))
+    pack_logprobs.sum().backward()
+    assert torch.equal(pack_logprobs.detach().cpu(), logprobs(requests, results))
     assert all(parameter.grad.isfinite().all() for parameter in policy.parameters())

@@ -67,7 +67,7 @@ def test_compiled_layers_have_it_as_one_operator() -> None:
             for number in (12, 2)
         ]
         ours, plain = (
-            _differentiated(each(*states, layout), states) for each in (compiled, attend)
+            _differentiated(function(*states, layout), states) for function in (compiled, attend)
         )
-        for one, other in zip(ours, plain, strict=True):
-            assert (one - other).norm() <= 1e-2 * other.norm(), seed
+        for tensor, other_tensor in zip(ours, plain, strict=True):
+            assert (tensor - other_tensor).norm() <= 1e-2 * other_tensor.norm(), seed

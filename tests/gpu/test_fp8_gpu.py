@@ -52,8 +52,8 @@ def weights_of(version: int, *, tied: bool) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
-def difference(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
+def difference(logprobs: Sequence[float], other_logprobs: Sequence[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(logprobs, other_logprobs, strict=True)) / len(logprobs)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ async def check_updates(kind: Fp8 | None, cache: str | None, *, is_eager: bool, 
         call = llm.collective_rpc
 
         async def recorded(*arguments: Any, **options: Any) -> Any:
-            outcomes.extend(found := await call(*arguments, **options))
-            return found
+            outcomes.extend(outcome := await call(*arguments, **options))
+            return outcome
 
         llm.collective_rpc = recorded
         for version in range(5):
@@ -116,10 +116,19 @@ async def check_updates(kind: Fp8 | None, cache: str | None, *, is_eager: bool, 
             ]
             for outcome in (rounded, plain):
                 await outcome.adopt_weights(version, weights)
-            own, exact = await rounded.score(PROMPT), await plain.score(PROMPT)
-            print(kind, cache, version, difference(served, own), difference(served, exact))
+            rounded_logprobs, plain_logprobs = (
+                await rounded.score(PROMPT),
+                await plain.score(PROMPT),
+            )
+            print(
+                kind,
+                cache,
+                version,
+                difference(served, rounded_logprobs),
+                difference(served, plain_logprobs),
+            )
             # Logprobs of other weights differ by whole units.
-            assert difference(served, own) < 0.1
+            assert difference(served, rounded_logprobs) < 0.1
             result = await engine.generate(request(f"r{version}", PROMPT, max_tokens=32))
             assert [run[0] for run in result.version_runs] == [version]
             again = await engine.score((*PROMPT, *result.token_ids))

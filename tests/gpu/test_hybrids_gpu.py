@@ -46,7 +46,7 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
         initializer_range=0.02,
         max_position_embeddings=512,
     )
-    own, model = (
+    reference, model = (
         # A copy, because a policy changes its model's configuration.
         build_model(deepcopy(config), dtype=torch.bfloat16, device="cuda", seed=0)
         for _ in range(2)
@@ -58,13 +58,13 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
     for seed in range(4):
         rows = random_trie(random.Random(seed), vocabulary=61, most_samples=6, longest=80)
         samples = zip(*(row.unbind() for row in rows), strict=True)
-        expected = torch.cat([_own(own, *sample) for sample in samples])
+        expected = torch.cat([_own(reference, *sample) for sample in samples])
         factors = torch.randn(len(expected), generator=torch.Generator().manual_seed(seed)).cuda()
-        wanted = _gradient(expected @ factors, list(own.parameters()))
+        expected_gradient = _gradient(expected @ factors, list(reference.parameters()))
         actual, _ = policy(pack(*rows, device=_CUDA, shares_prefixes=shares))
         differences.append((actual - expected).detach().abs())
         gradient = _gradient(actual @ factors, list(model.parameters()))
-        assert (gradient - wanted).norm() <= bounds[1] * wanted.norm()
+        assert (gradient - expected_gradient).norm() <= bounds[1] * expected_gradient.norm()
     # The mean is over all packs, because a pack may have only two tokens.
     assert torch.cat(differences).mean() <= bounds[0]
 
@@ -76,8 +76,8 @@ def _own(model: torch.nn.Module, prompt: Tensor, response: Tensor) -> Tensor:
 
 
 def _gradient(total: Tensor, weights: list[torch.nn.Parameter]) -> Tensor:
-    found = torch.autograd.grad(total, weights, materialize_grads=True)
-    return torch.cat([each.flatten().float() for each in found])
+    gradients = torch.autograd.grad(total, weights, materialize_grads=True)
+    return torch.cat([gradient.flatten().float() for gradient in gradients])
 
 
 @torch.no_grad()

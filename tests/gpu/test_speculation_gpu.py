@@ -161,8 +161,10 @@ def test_proposals_on_the_gpu_are_those_of_the_torch_engine() -> None:
         for accepted in (0, most):
             counts = torch.full((len(slots),), 1 + accepted, dtype=torch.int32, device=DEVICE)
             steps = (batch, None, None, None, None, counts, most + 1 - counts)
-            found = proposer.propose(*steps).tolist()
-            for slot, own, other in zip(slots, found, expected, strict=True):
-                assert own == (other or [int(tokens[slot, lengths[slot] - 1])] * most)
+            proposals = proposer.propose(*steps).tolist()
+            for slot, proposal, expected_proposal in zip(slots, proposals, expected, strict=True):
+                assert proposal == (
+                    expected_proposal or [int(tokens[slot, lengths[slot] - 1])] * most
+                )
         count = sum(map(bool, expected))
         assert proposer.totals.tolist() == [count, count * most, count * most]

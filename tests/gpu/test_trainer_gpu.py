@@ -73,7 +73,7 @@ def test_a_shared_prompt_changes_no_more_than_rounding(group_size: int) -> None:
     responses = [torch.randint(2, 20, (n,), generator=generator) for n in lengths]
     factors = torch.randn(sum(lengths), generator=generator).cuda()
     policy = Policy(_model(torch.bfloat16, MODEL), temperature=1.0)
-    found = []
+    results = []
     for shares in (False, True):
         packed = pack(
             prompts,
@@ -84,8 +84,8 @@ def test_a_shared_prompt_changes_no_more_than_rounding(group_size: int) -> None:
         logprobs, _ = policy(packed)
         gradients = torch.autograd.grad((logprobs * factors).sum(), list(policy.parameters()))
         whole = torch.cat([gradient.float().flatten() for gradient in gradients])
-        found.append((logprobs.detach(), whole, packed))
-    (plain, expected, _), (shared, actual, packed) = found
+        results.append((logprobs.detach(), whole, packed))
+    (plain, expected, _), (shared, actual, packed) = results
     # With many responses, another kernel reads their keys without a copy.
     assert packed.layout.paths is not None
     assert packed.layout.paths.are_many == (group_size == 40)

@@ -48,16 +48,16 @@ def test_packed_logprobs_are_those_of_the_whole_model_on_a_cpu(
     rng = random.Random(0)
     rows = []
     for number in range(6):
-        prompt, given = random_prompt(rng, number % 3)
+        prompt, inputs = random_prompt(rng, number % 3)
         response = [rng.randrange(3, 64) for _ in range(5)]
-        rows += [(prompt, response, given)] * 2
+        rows += [(prompt, response, inputs)] * 2
     expected = torch.cat([plain_logprobs(whole, *row) for row in rows])
     packed = pack(
         Jagged.from_list([torch.tensor(prompt) for prompt, _, _ in rows]),
         Jagged.from_list([torch.tensor(response) for _, response, _ in rows]),
         device=torch.device("cuda"),
         shares_prefixes=shares,
-        inputs=prompt_spans([prompt for prompt, _, _ in rows], [given for _, _, given in rows]),
+        inputs=prompt_spans([prompt for prompt, _, _ in rows], [inputs for _, _, inputs in rows]),
     )
     logprobs, _ = Policy(model, temperature=1.0)(packed)
     # The convolution that embeds patches computes in TF32.
@@ -100,26 +100,26 @@ async def _compare_logprobs(kind: str, *, in_place: bool) -> None:
             model = build_model(config, dtype=torch.bfloat16, device="cuda", seed=seed)
             weights = {name: value.clone() for name, value in stored_tensors(model).items()}
             await engine.adopt_weights(version, weights)
-            asked = [
+            generations = [
                 engine.generate(
                     GenerationRequest(
                         request_id=f"{version}.{number}",
                         context_ids=tuple(prompt),
                         max_tokens=24,
                         seed=number,
-                        model_inputs=given,
+                        model_inputs=inputs,
                     )
                 )
-                for number, (prompt, given) in enumerate(prompts)
+                for number, (prompt, inputs) in enumerate(prompts)
             ]
-            results = await asyncio.gather(*asked)
+            results = await asyncio.gather(*generations)
             scores.append([await engine.score(*prompt) for prompt in prompts])
             packed = pack(
                 Jagged.from_list([torch.tensor(prompt) for prompt, _ in prompts]),
                 Jagged.from_list([torch.tensor(result.token_ids) for result in results]),
                 device=torch.device("cuda"),
                 inputs=prompt_spans(
-                    [prompt for prompt, _ in prompts], [given for _, given in prompts]
+                    [prompt for prompt, _ in prompts], [inputs for _, inputs in prompts]
                 ),
             )
             expected, _ = Policy(model, temperature=1.0)(packed)

@@ -67,7 +67,7 @@ async def _check_reports() -> None:
         scored = await engine.score(PROMPT)
     assert len(scored) == len(PROMPT) - 1
     assert greedy.logprobs == (0.0,) * len(greedy.token_ids)
-    sizes = [_check_masks(model, found) for found in (narrow, nucleus)]
+    sizes = [_check_masks(model, result) for result in (narrow, nucleus)]
     assert sizes[0] == [3] * 40
     assert 1 < max(sizes[1]) <= 64
     assert nucleus.top_logprobs is None
@@ -77,22 +77,22 @@ async def _check_reports() -> None:
     torch.testing.assert_close(shares.sum(1), torch.ones(40).double(), atol=1e-5, rtol=0)
 
 
-def _check_masks(model: PreTrainedModel, found: GenerationResult) -> list[int]:
+def _check_masks(model: PreTrainedModel, result: GenerationResult) -> list[int]:
     """Compares logprobs with those relative to the masks; returns the size of each mask."""
-    assert found.sampling_mask is not None
-    ids = torch.tensor([PROMPT + found.token_ids], device=DEVICE)
+    assert result.sampling_mask is not None
+    ids = torch.tensor([PROMPT + result.token_ids], device=DEVICE)
     with torch.no_grad():
         logits = model(ids).logits[0, len(PROMPT) - 1 : -1].float().cpu() / TEMPERATURE
-    entries = found.sampling_mask.tolist()
-    starts = [place for place, entry in enumerate(entries) if entry < 0]
-    assert len(starts) == len(found.token_ids)
+    entries = result.sampling_mask.tolist()
+    starts = [index for index, entry in enumerate(entries) if entry < 0]
+    assert len(starts) == len(result.token_ids)
     expected, sizes = [], []
     for row, (start, end) in enumerate(zip(starts, [*starts[1:], len(entries)], strict=True)):
-        kept = [~entries[start], *entries[start + 1 : end]]
-        sizes.append(len(kept))
-        place = kept.index(found.token_ids[row])
-        expected.append(float(logits[row, kept].log_softmax(0)[place]))
-    difference = (torch.tensor(found.logprobs) - torch.tensor(expected)).abs()
+        token_ids = [~entries[start], *entries[start + 1 : end]]
+        sizes.append(len(token_ids))
+        index = token_ids.index(result.token_ids[row])
+        expected.append(float(logits[row, token_ids].log_softmax(0)[index]))
+    difference = (torch.tensor(result.logprobs) - torch.tensor(expected)).abs()
     # Logprobs of bfloat16 passes of two implementations.
     assert difference.mean() < 0.02
     assert difference.max() < 0.5

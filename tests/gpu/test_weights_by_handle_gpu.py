@@ -47,9 +47,9 @@ def test_a_handle_of_nothing_is_refused() -> None:
 def test_three_gigabytes_arrive_bit_by_bit_and_sooner_than_through_host_memory() -> None:
     output = run_module("bench.weightsync.shared", "--rounds", "5")
     print(output)
-    ((_, found),) = json.loads(output[output.index("{") :]).items()
-    assert found["by handle"]["gb"] > 3
-    assert found["by handle"]["total_ms"] < found["host memory, by sockets"]["total_ms"] / 3
+    ((_, figures),) = json.loads(output[output.index("{") :]).items()
+    assert figures["by handle"]["gb"] > 3
+    assert figures["by handle"]["total_ms"] < figures["host memory, by sockets"]["total_ms"] / 3
 
 
 async def test_a_session_of_one_gpu_continues_without_a_killed_member() -> None:

@@ -66,11 +66,11 @@ def test_checksums_of_tensors_are_the_weighted_sums_of_their_elements() -> None:
     tensors += [tensors[-4].T, tensors[-3].view(-1)[1:], tensors[-4][:, ::3]]
     sums = torch.zeros(len(tensors), 2, dtype=torch.int64, device="cuda")
     write_tensor_checksums(tensors, sums)
-    for tensor, found in zip(tensors, sums, strict=True):
+    for tensor, checksum in zip(tensors, sums, strict=True):
         words = _as_words(tensor)
-        place = torch.arange(len(words), device="cuda")
-        factors = 2 * (place // WORDS_PER_ROW) + 1, 2 * (place % WORDS_PER_ROW) + 1
-        assert found.tolist() == [int((words * factor).sum()) for factor in factors]
+        positions = torch.arange(len(words), device="cuda")
+        factors = 2 * (positions // WORDS_PER_ROW) + 1, 2 * (positions % WORDS_PER_ROW) + 1
+        assert checksum.tolist() == [int((words * factor).sum()) for factor in factors]
 
 
 def test_digests_are_of_the_weights_when_they_started() -> None:
@@ -88,10 +88,12 @@ def test_a_model_built_on_a_gpu_is_the_one_that_is_loaded(tmp_path: Path) -> Non
     built = build_model(config, dtype=torch.bfloat16, device="cuda")
     built.save_pretrained(tmp_path)
     loaded = load_folder(tmp_path, dtype=torch.bfloat16, device="cuda")
-    for (name, one), (_, other) in zip(built.named_buffers(), loaded.named_buffers(), strict=True):
-        assert one.dtype == other.dtype == torch.float32
-        assert torch.equal(one, other), name
-    for (name, one), (_, other) in zip(
+    for (name, buffer), (_, other_buffer) in zip(
+        built.named_buffers(), loaded.named_buffers(), strict=True
+    ):
+        assert buffer.dtype == other_buffer.dtype == torch.float32
+        assert torch.equal(buffer, other_buffer), name
+    for (name, parameter), (_, other_parameter) in zip(
         built.named_parameters(), loaded.named_parameters(), strict=True
     ):
-        assert torch.equal(one, other), name
+        assert torch.equal(parameter, other_parameter), name

@@ -116,14 +116,14 @@ def _transcript(draws: random.Random, odds: Sequence[int]) -> str:
     text = f"{_system_prompt(draws)}<|im_start|>user\n{TASK}<|im_end|>\n"
     for number in range(1, NUM_CALLS + 1):
         reasoning = f"Step {number}: {draws.choices(WORDS, odds)[0]}."
-        shown = f"Roll {number} gave {draws.randint(1, 6)}."
+        output = f"Roll {number} gave {draws.randint(1, 6)}."
         if number == NUM_CALLS:
-            shown = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-        call = json.dumps({"name": "bash", "arguments": {"command": f"echo {shown}"}})
+            output = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+        call = json.dumps({"name": "bash", "arguments": {"command": f"echo {output}"}})
         if is_wrapped:  # by mini-swe-agent
-            shown = f"<returncode>0</returncode>\n<output>\n{shown}\n</output>"
+            output = f"<returncode>0</returncode>\n<output>\n{output}\n</output>"
         text += f"<|im_start|>assistant\n{reasoning}\n<tool_call>\n{call}\n</tool_call><|im_end|>\n"
-        text += f"<|im_start|>user\n<tool_response>\n{shown}\n</tool_response><|im_end|>\n"
+        text += f"<|im_start|>user\n<tool_response>\n{output}\n</tool_response><|im_end|>\n"
     return f"{text}<|im_start|>assistant\n{ANSWER}<|im_end|>\n"
 
 

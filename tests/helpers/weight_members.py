@@ -147,7 +147,7 @@ class Cluster:
         self.sinks = sinks or [Sink(), Sink()]
         self.ready: list[int] = []
         self.plan_hash = ""
-        self.held = [-1]
+        self.held_versions = [-1]
         self._mode, self._bucket_bytes, self._backend = mode, bucket_bytes, backend
         self._timeout_s = timeout_s
         self.senders, self.receivers = (
@@ -200,7 +200,7 @@ class Cluster:
         )
 
     async def prepare(self, version, epoch=1):
-        self.held = await asyncio.gather(
+        self.held_versions = await asyncio.gather(
             *(member.prepare(epoch, version, self.plan_hash) for member in self.members)
         )
 
@@ -216,7 +216,11 @@ class Cluster:
     async def send(self, version, epoch=1):
         """Sends to all receivers; returns the digest."""
         await self.prepare(version, epoch)
-        base = self.held[0] if len(set(self.held)) == 1 and self.held[0] < version else -1
+        base = (
+            self.held_versions[0]
+            if len(set(self.held_versions)) == 1 and self.held_versions[0] < version
+            else -1
+        )
         reports = await self.transfer(version, epoch, base)
         for report in reports:
             if isinstance(report, BaseException):

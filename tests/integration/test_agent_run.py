@@ -83,11 +83,11 @@ def test_an_agent_trains_on_what_a_service_judges(plumbing, judge, tmp_path, sys
         json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()
     ]
     assert steps[0]["rollout_logprob_abs_diff_max"] <= 1e-4
-    shown = slipstream(
+    listing = slipstream(
         *("samples", result.folder.name, "--tokens", "--limit", "0"),
         *("--state-directory", result.folder.parent),
     )
-    contents = [json.loads(line) for line in shown.out.splitlines()]
+    contents = [json.loads(line) for line in listing.out.splitlines()]
     assert {sample["step"] for sample in contents} == {1, 2, 3}
     for sample in contents:
         tokens = sample["tokens"]

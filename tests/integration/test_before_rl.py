@@ -287,11 +287,13 @@ def test_the_policy_teaches_itself_with_another_prompt(
     policy.model.set_attn_implementation("eager")
     total, count = torch.zeros(()), 0
     rows = ("prompt_ids", "teacher_prompt_ids", "response_ids", "response_mask")
-    for prompt, shown, response, mask in zip(*(rows_of(queue, row) for row in rows), strict=True):
-        if not len(shown):
+    for prompt, teacher_prompt, response, mask in zip(
+        *(rows_of(queue, row) for row in rows), strict=True
+    ):
+        if not len(teacher_prompt):
             continue
         both = []
-        for context in (prompt, shown):
+        for context in (prompt, teacher_prompt):
             ids = torch.cat([context, response]).long()
             logits = policy.model(input_ids=ids[None]).logits[0, len(context) - 1 : -1]
             both.append(logits.log_softmax(-1))

@@ -43,11 +43,11 @@ def gradients_of(engine: FsdpEngine | ReferenceEngine) -> list[dict[str, Tensor]
     step = optimizer.step
 
     def recording_step() -> None:
-        held = {name: parameter.grad for name, parameter in engine.module.named_parameters()}
+        gradients = {name: parameter.grad for name, parameter in engine.module.named_parameters()}
         steps.append(
             {
                 name: grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
-                for name, grad in held.items()
+                for name, grad in gradients.items()
                 if grad is not None
             }
         )
@@ -80,12 +80,12 @@ def counting(counts: list[int]) -> Any:
 
     def get_fwd_send_ops(stage: BoundedStage, chunk: int) -> Any:
         infos = [info for group in stage.args_recv_info.values() for info in group]
-        held = [
+        states = [
             info
             for info in infos
             if (buffer := getattr(info, "buffer", None)) is not None and not buffer.is_meta
         ]
-        counts.append(len(held) if stage.has_backward else 0)
+        counts.append(len(states) if stage.has_backward else 0)
         return original(stage, chunk)
 
     return get_fwd_send_ops

@@ -49,19 +49,19 @@ async def test_all_rollouts_serve_each_version(tmp_path, mode):
 
 
 @pytest.mark.parametrize(
-    "part", [1, NUM_PARTS, pytest.param(2, marks=pytest.mark.nightly), NUM_PARTS + 2]
+    "part_index", [1, NUM_PARTS, pytest.param(2, marks=pytest.mark.nightly), NUM_PARTS + 2]
 )
 async def test_rollouts_keep_their_version_when_the_trainer_is_killed_while_it_writes(
-    tmp_path, part
+    tmp_path, part_index
 ):
     """The next trainer removes the rest, and its version is served."""
-    fall = Fall(signal.SIGKILL, bucket=NUM_PARTS + part)
+    fall = Fall(signal.SIGKILL, bucket=NUM_PARTS + part_index)
     spec = stored(tmp_path)
     async with session_of("trainer", "rollout-0", falls={"trainer": fall}, **spec) as parts:
         session, members, started = parts
         await session.publish(partial(int, 0))
         assert (await members["rollout-0"].serves())[0] == 0
-        if part <= NUM_PARTS:
+        if part_index <= NUM_PARTS:
             with pytest.raises(UnavailableError, match="trainer"):
                 await session.publish(partial(int, 1))
             with pytest.raises(TimeoutError):

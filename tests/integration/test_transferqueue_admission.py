@@ -17,11 +17,11 @@ class _Clients:
     """Admits all clients; a second client requests admission while the first one is being answered."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Queue[str]()
+        self.public_keys = asyncio.Queue[str]()
         self.on_first: Callable[[], None] | None = None
 
     async def admitted_as(self, public_key: str) -> str:
-        self.asked.put_nowait(public_key)
+        self.public_keys.put_nowait(public_key)
         if self.on_first is not None:
             self.on_first()
             self.on_first = None
@@ -50,5 +50,5 @@ async def test_concurrent_requests_are_answered() -> None:
             connect()
             # ZeroMQ restarts a handshake after 30 s.
             async with asyncio.timeout(15):
-                assert await clients.asked.get() != await clients.asked.get()
+                assert await clients.public_keys.get() != await clients.public_keys.get()
         context.destroy(linger=0)

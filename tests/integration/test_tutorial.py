@@ -37,8 +37,8 @@ def test_it_learns_and_its_model_is_exported(folder, system):
     assert result.code == 0, result.out + result.err
     scores = json.loads((result.folder / "summary.json").read_text())["heldout"]
     assert scores["greedy"] > 0.9
-    shown = slipstream("samples", "backwards", "--worst", "--url", system.url)
-    assert shown.code == 0, shown.err
+    listing = slipstream("samples", "backwards", "--worst", "--url", system.url)
+    assert listing.code == 0, listing.err
     exported = slipstream("export", "backwards", folder / "model", "--url", system.url)
     assert exported.code == 0, exported.err
     with safe_open(folder / "model" / "model.safetensors", "pt") as weights:

@@ -16,8 +16,8 @@ def test_a_tiny_model_learns_from_images_although_a_rollout_is_killed(tmp_path, 
     spec = REPOSITORY / "examples" / example
     run = ("run", spec, "--json", "--state-directory", tmp_path, "--set", f"seed={seed}")
     with started(*run, until=r"step +20/") as (process, _):
-        found = descendants(process)
-        next(each for name, each in found.items() if name.startswith("rollout")).kill()
+        workers = descendants(process)
+        next(worker for name, worker in workers.items() if name.startswith("rollout")).kill()
         process.communicate(timeout=800)
     (file,) = tmp_path.glob("*/summary.json")
     summary = json.loads(file.read_text())

@@ -52,8 +52,8 @@ def test_one_step_off_training_learns_to_sort(tmp_path, seed):
 def test_responses_cut_every_two_tokens_and_made_by_several_versions_teach_as_well(tmp_path):
     results = tmp_path / "learning.json"
     run_module("bench.rollout.learning", "--out", results)
-    found = json.loads(results.read_text())["torch"]
-    assert found["meets_bars"], found
+    report = json.loads(results.read_text())["torch"]
+    assert report["meets_bars"], report
 
 
 @nightly

@@ -35,8 +35,8 @@ def nodes() -> Iterator[dict[str, Node]]:
     with (CACHE / "nodes.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the names and addresses can exist only once on a machine
         names = ("controller", "transferqueue", "trainer0", "trainer1", "rollout", "rollout1")
-        with network(*names) as made:
-            yield made
+        with network(*names) as nodes_by_name:
+            yield nodes_by_name
 
 
 @pytest.fixture(scope="session")
@@ -45,9 +45,9 @@ def figures() -> Iterator[dict[str, float]]:
     measured: dict[str, float] = {}
     yield measured
     if measured:
-        known = json.loads(_RESULTS.read_text())["figures"] if _RESULTS.exists() else {}
+        earlier = json.loads(_RESULTS.read_text())["figures"] if _RESULTS.exists() else {}
         report = {
-            "figures": {**known, **measured},  # figures of tests that did not run remain
+            "figures": {**earlier, **measured},  # figures of tests that did not run remain
             "load_1m": os.getloadavg()[0],
             "cores": os.cpu_count(),
         }

@@ -63,8 +63,8 @@ class Node:
         """Undoes :meth:`slow`, :meth:`cut` and :meth:`isolate`."""
         _run("ip", "-n", _SWITCH, "link", "set", self._port, "master", "switch")
         self.isolate(False)
-        for place, device in ((_SWITCH, self._port), (self.namespace.name, "eth0")):
-            command = ("tc", "-n", place, "qdisc", "delete", "dev", device, "root")
+        for namespace, device in ((_SWITCH, self._port), (self.namespace.name, "eth0")):
+            command = ("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root")
             # The command fails if the link has no limit.
             subprocess.run(command, check=False, capture_output=True)
 

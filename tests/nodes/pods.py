@@ -43,7 +43,7 @@ class Folders:
         """Returns a text with the paths of pods replaced by those of this machine."""
         if is_worker:  # at this path services have an issuer, workers the certificate of their run
             text = text.replace("/etc/slipstream/tls", "/etc/slipstream/run")
-        return _VOLUMES.sub(lambda found: f"{self.root}/{found.group(1)}", text)
+        return _VOLUMES.sub(lambda match: f"{self.root}/{match.group(1)}", text)
 
     def make(self, path: str) -> Path:
         """Creates and returns this machine's folder for a path in pods."""
@@ -126,8 +126,8 @@ class Release:
         self._folders.make("/var/spool/slipstream")
         self._folders.make("/var/cache/slipstream")
         self._names = {nodes[name].ip: f"demo-slipstream-{name}.train.svc" for name in _SERVICES}
-        found = pods(manifests)
-        self._services = [self._pod(name, found[name], nodes[name]) for name in _SERVICES]
+        specs = pods(manifests)
+        self._services = [self._pod(name, specs[name], nodes[name]) for name in _SERVICES]
 
     @property
     def token(self) -> str:
@@ -149,9 +149,9 @@ class Release:
     def _issue_certificate(self, run_id: str) -> None:
         issuer = Issuer(self._folders.make("/etc/slipstream/tls"))
         certificate = issuer.issue(peer_name("worker", run_id))
-        parts = certificate.chain, certificate.key, certificate.authority
-        for name, part in zip(TLS_FILES, parts, strict=True):
-            (self._folders.make("/etc/slipstream/run") / name).write_bytes(part)
+        contents = certificate.chain, certificate.key, certificate.authority
+        for name, content in zip(TLS_FILES, contents, strict=True):
+            (self._folders.make("/etc/slipstream/run") / name).write_bytes(content)
 
     def workers(
         self,
@@ -195,19 +195,21 @@ class Release:
         (container,) = body["spec"]["containers"]
         facts = {"status.podIP": node.ip, "spec.nodeName": node.name, "metadata.name": name}
         environment: dict[str, str] = {}
-        for each in container["env"]:
-            match each:
+        for variable in container["env"]:
+            match variable:
                 case {"value": value}:
-                    found = re.sub(r"\$\((\w+)\)", lambda m: environment[m.group(1)], value)
-                    text = self._folders.located(found, is_worker=bool(token))
+                    expanded = re.sub(r"\$\((\w+)\)", lambda m: environment[m.group(1)], value)
+                    text = self._folders.located(expanded, is_worker=bool(token))
                 case {"valueFrom": {"fieldRef": {"fieldPath": path}}}:
                     text = facts[path]
                 case _:
                     text = token
-            environment[each["name"]] = self._settings.get(each["name"], text)
-        own = f"{ROOT}:{ROOT}/proto/gen:{ROOT}/services/client"  # as installed in the images
+            environment[variable["name"]] = self._settings.get(variable["name"], text)
+        python_path = (
+            f"{ROOT}:{ROOT}/proto/gen:{ROOT}/services/client"  # as installed in the images
+        )
         environment |= {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = f"{self.code}:{own}"
+        environment["PYTHONPATH"] = f"{self.code}:{python_path}"
         hosts = self._logs / f"{name}.hosts"
         hosts.write_text(
             "127.0.0.1 localhost\n" + "".join(f"{ip} {at}\n" for ip, at in self._names.items())
@@ -260,8 +262,8 @@ class Workers:
     def close(self) -> None:
         self._stopped.set()
         self._thread.join()
-        for each in self.pods.values():
-            for pod in each:
+        for run_pods in self.pods.values():
+            for pod in run_pods:
                 pod.kill()
 
     def lose(self, node: Node) -> None:

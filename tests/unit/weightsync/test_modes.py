@@ -133,7 +133,7 @@ async def test_a_delta_is_much_smaller_than_everything_when_little_changed():
     await cluster.publish(0)
     cluster.weights["embed"][5] = 1
     await cluster.prepare(1)
-    assert cluster.held == [0, 0, 0]
+    assert cluster.held_versions == [0, 0, 0]
     reports = await cluster.transfer(1, base_version=0)
     assert reports[0].num_bytes == 16 * 8
 
@@ -145,7 +145,7 @@ async def test_a_delta_from_another_version_is_rejected():
     cluster.receivers[1]._receiver.held_version = -1
     cluster.weights["embed"].add_(1)
     await cluster.prepare(1)
-    assert -1 in cluster.held
+    assert -1 in cluster.held_versions
     results = await cluster.transfer(1, base_version=0)
     assert isinstance(results[2], DataLossError)
     assert "delta" in str(results[2])
