@@ -9,11 +9,11 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 _LOADING = threading.RLock()
@@ -176,6 +176,38 @@ def bind_callable(
             f"{sorted(arguments)}: {error}; change the function, or {key}_arguments"
         ) from error
     return partial(function, **arguments)
+
+
+def call_problems(
+    reference: str,
+    positional: str = "",
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    key: str,
+) -> Iterator[str]:
+    """Yields problems that prevent a function from being imported or called.
+
+    Args:
+        positional: Positional arguments by meaning, such as ``row, history``; empty checks the import only.
+        key: Key of the specification, for messages.
+    """
+    try:
+        function = load_callable(reference)
+    except (ValueError, ImportError) as error:
+        yield f"{key}: {error}"
+        return
+    if not positional:
+        return
+    try:
+        inspect.signature(function).bind(*positional.split(", "), **arguments)
+    except TypeError as error:
+        form = ", ".join([positional, *(f"{name}=..." for name in sorted(arguments))])
+        yield (
+            f"{key}: {reference!r} cannot be called with ({form}): {error}; change the function, or its "
+            "arguments in the specification"
+        )
+    except ValueError:
+        return  # a function in C has no signature
 
 
 def source_digest(reference: str) -> str:

@@ -4,7 +4,6 @@ The services make the same checks. Here all checks are made at once, and all pro
 together.
 """
 
-import inspect
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from services.checks.start.machine import (
     unmet_requirements,
 )
 from services.checks.start.rows import MAX_ROWS, RowTrialResult, try_functions, try_rows
-from services.common.callables import bind_callable, load_callable
+from services.common.callables import bind_callable, call_problems, load_callable
 from services.common.errors import ServiceError
 from services.common.local_copies import with_local_copies
 from services.common.models.configs import begin_check, full_config, is_folder, read_config
@@ -49,7 +48,7 @@ from services.common.runspec.engines import engine_kind, train_engine_kind
 from services.common.runspec.examining import argument_problems
 from services.common.runspec.formulas import ADVANTAGES, LOSSES
 from services.common.runspec.loader import Draft, SpecError, read_draft
-from services.common.runspec.rollout import AGENTS, REWARDS, WORKFLOWS
+from services.common.runspec.rollout import REWARDS, WORKFLOWS
 from services.common.runspec.rules import batch_bytes, critic_warmup, quota
 from services.common.runspec.run import ModelSpec, RunSpec
 from services.common.runspec.trainer import OF_EXPERTS, LoraSpec
@@ -59,7 +58,7 @@ from services.common.stores import OBJECT_CACHE, fetch, is_url, join_url, open_c
 from services.rollout.data.prompts import check_prompt
 from services.rollout.data.sources import PromptSource, open_source
 from services.rollout.engines.base import split_stop_texts, unspelled_stop_texts
-from services.rollout.workflows.base import TokenizerWorkflow, load_workflow
+from services.rollout.workflows.base import CodeWorkflow, TokenizerWorkflow, load_workflow
 from services.rollout.workflows.chat_turns import kept_marks, plain_role_marks
 from services.trainer.checkpoint import compatibility, manifest
 
@@ -510,7 +509,7 @@ def _weights(key: str, model: ModelSpec) -> Iterator[str]:
             yield f"{key}.path: {problem}"
     if model.warm_start is not None:
         examples = model.warm_start.examples
-        yield from _called(f"{key}.warm_start.examples", examples, "count, seed", {})
+        yield from call_problems(examples, "count, seed", key=f"{key}.warm_start.examples")
 
 
 def _teacher(spec: RunSpec) -> Iterator[str]:
@@ -834,7 +833,7 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
                 continue
         responses = {"response": "response", "group": "responses", "pairs": "first, second"}
         called_with = f"prompt, {responses[reward.sees]}, answer, row"
-        yield from _called(f"{key}.name", reference, called_with, keywords)
+        yield from call_problems(reference, called_with, keywords, key=f"{key}.name")
 
 
 def _workflow(spec: RunSpec) -> Iterator[str]:
@@ -842,63 +841,13 @@ def _workflow(spec: RunSpec) -> Iterator[str]:
     if rollout.workflow not in WORKFLOWS and ":" not in rollout.workflow:
         return  # the rules say so
     try:
-        load_workflow(rollout)
+        workflow = load_workflow(rollout)
     except (ValueError, ImportError) as error:
         for text in str(error).split("\n"):
             yield text if text.startswith("rollout.workflow") else f"rollout.workflow: {text}"
     else:
-        yield from _workflow_functions(spec)
-
-
-def _workflow_functions(spec: RunSpec) -> Iterator[str]:
-    """Yields problems of the functions and classes that the arguments of a built-in workflow name."""
-    rollout, arguments = spec.rollout, spec.rollout.workflow_arguments
-    functions = []
-    for workflow in ("agent", "environment"):
-        reference = str(arguments.get(workflow, ""))  # a rule reports a missing one
-        if (
-            rollout.workflow == workflow
-            and reference
-            and "://" not in reference
-            and reference not in AGENTS
-        ):
-            functions = [(f"rollout.workflow_arguments.{workflow}", reference)]
-    chooses = str(arguments.get("train", ""))
-    if rollout.workflow == "agent" and ":" in chooses:
-        yield from _called("rollout.workflow_arguments.train", chooses, "conversations, row", {})
-    if rollout.workflow == "multi_turn":
-        tools = arguments.get("tools", ())
-        functions = [("rollout.workflow_arguments.tools", str(tool)) for tool in tools]
-    for key, reference in functions:
-        yield from _called(key, reference, "", {})
-        if rollout.workflow == "environment":
-            yield from _without_methods(key, reference, arguments.get("arguments"))
-
-
-def _without_methods(key: str, reference: str, arguments: Any) -> Iterator[str]:
-    """Yields problems of an environment class that lacks methods or does not accept the arguments."""
-    try:
-        factory = load_callable(reference)
-    except (ValueError, ImportError):
-        return  # reported already
-    if not inspect.isclass(factory):
-        return  # a function creates the instance
-    if missing_methods := [
-        name for name in ("reset", "step") if not callable(getattr(factory, name, None))
-    ]:
-        yield (
-            f"{key}: class {reference!r} has no method {' and no method '.join(missing_methods)}; "
-            "an environment needs reset(task, seed) and step(message)"
-        )
-    try:
-        inspect.signature(factory).bind(**(arguments if isinstance(arguments, dict) else {}))
-    except TypeError as error:
-        yield (
-            f"rollout.workflow_arguments.arguments: {reference!r} cannot be created with them ({error}); "
-            "change the class, or its arguments in the specification"
-        )
-    except ValueError:
-        return  # no signature
+        if isinstance(workflow, CodeWorkflow):
+            yield from workflow.code_problems()
 
 
 def _formulas(spec: RunSpec) -> Iterator[str]:
@@ -918,30 +867,9 @@ def _formulas(spec: RunSpec) -> Iterator[str]:
 def _curriculum(spec: RunSpec) -> Iterator[str]:
     curriculum = spec.data.curriculum
     if curriculum is not None and curriculum.function is not None:
-        key, arguments = "data.curriculum.function", curriculum.arguments
-        yield from _called(key, curriculum.function, "row, history", arguments)
-
-
-def _called(key: str, reference: str, positional: str, arguments: dict[str, Any]) -> Iterator[str]:
-    """Yields problems that prevent a function from being imported or called.
-
-    Args:
-        positional: Positional arguments by meaning, such as ``row, history``, or empty.
-    """
-    try:
-        function = load_callable(reference)
-    except (ValueError, ImportError) as error:
-        yield f"{key}: {error}"
-        return
-    if not positional:
-        return
-    try:
-        inspect.signature(function).bind(*positional.split(", "), **arguments)
-    except TypeError as error:
-        form = ", ".join([positional, *(f"{name}=..." for name in sorted(arguments))])
-        yield (
-            f"{key}: {reference!r} cannot be called with ({form}): {error}; change the function, or its "
-            "arguments in the specification"
+        yield from call_problems(
+            curriculum.function,
+            "row, history",
+            curriculum.arguments,
+            key="data.curriculum.function",
         )
-    except ValueError:
-        return  # a function in C has no signature

@@ -1,9 +1,10 @@
 """Workflow in which an existing agent drives the episode through an OpenAI-compatible endpoint."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
+from services.common.callables import call_problems
 from services.common.runspec.base import AtLeastOne, PositiveSeconds
 from services.common.runspec.rollout import AGENTS
 from services.extras.agents.endpoint import Endpoint
@@ -57,14 +58,22 @@ class Agent:
                 "rollout.workflow_arguments.token applies to an agent with a URL, but "
                 f"rollout.workflow_arguments.agent is {agent!r}; remove it"
             )
-        self._agent = AGENTS.get(agent, agent)
+        self._name, self._agent = agent, AGENTS.get(agent, agent)
         self._timeout_s = timeout_s
         self._processes = processes
         self._token = token
         self._tool_format = tool_format
         self._history: History = history
-        self._trained = TrainedConversations(train)
+        self._train, self._trained = train, TrainedConversations(train)
         self._parts: tuple[Endpoint, AgentRunner] | None = None
+
+    def code_problems(self) -> Iterator[str]:
+        """Yields why its functions cannot be imported or called, each with its key."""
+        if ":" in self._train:
+            key = "rollout.workflow_arguments.train"
+            yield from call_problems(self._train, "conversations, row", key=key)
+        if "://" not in self._name and self._name not in AGENTS:
+            yield from call_problems(self._name, key="rollout.workflow_arguments.agent")
 
     @asynccontextmanager
     async def serving(self, resources: WorkflowResources) -> AsyncIterator[None]:

@@ -2,15 +2,16 @@
 
 import asyncio
 import hashlib
+import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from services.common.callables import load_callable
+from services.common.callables import call_problems, load_callable
 from services.common.runspec.base import AtLeastOne, PositiveSeconds
 from services.common.runspec.rollout import environment_kind
 from services.common.telemetry import tracing
@@ -93,6 +94,32 @@ class Environments:
         # An environment that changes its tools starts a new conversation; all of them train.
         self._trained = TrainedConversations("all")
         self._environment: Environment | None = None
+
+    def code_problems(self) -> Iterator[str]:
+        """Yields why its class cannot be imported or created, each with its key."""
+        if "://" in self._name:
+            return
+        problems = [*call_problems(self._name, key=f"{_KEY}.environment")]
+        yield from problems
+        if problems or not inspect.isclass(factory := load_callable(self._name)):
+            return  # a function creates the instance
+        if missing_methods := [
+            name for name in ("reset", "step") if not callable(getattr(factory, name, None))
+        ]:
+            yield (
+                f"{_KEY}.environment: class {self._name!r} has no method "
+                f"{' and no method '.join(missing_methods)}; an environment needs reset(task, seed) and "
+                "step(message)"
+            )
+        try:
+            inspect.signature(factory).bind(**self._arguments)
+        except TypeError as error:
+            yield (
+                f"{_KEY}.arguments: {self._name!r} cannot be created with them ({error}); change the class, "
+                "or its arguments in the specification"
+            )
+        except ValueError:
+            return  # no signature
 
     @asynccontextmanager
     async def serving(self, resources: WorkflowResources) -> AsyncIterator[None]:

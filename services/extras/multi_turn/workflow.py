@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from services.common.callables import call_problems
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.base import AtLeastOne, PositiveSeconds
 from services.extras.multi_turn.templates import (
@@ -86,6 +87,11 @@ class MultiTurn:
         self._tool_timeout_s = tool_timeout_s
         self._result_template = result_template
         self._tool_format = tool_format
+
+    def code_problems(self) -> Iterator[str]:
+        """Yields why its tools cannot be imported, each with its key."""
+        for reference in self._functions.values():
+            yield from call_problems(reference, key="rollout.workflow_arguments.tools")
 
     def check_tokenizer(self, tokenizer: Tokenizer | None) -> None:
         """Checks that tools can be offered and their results rendered.

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -506,6 +506,14 @@ class TokenizerWorkflow(Protocol):
         Args:
             tokenizer: The model's tokenizer; None if prompts do not use its chat template.
         """
+
+
+@runtime_checkable
+class CodeWorkflow(Protocol):
+    """A workflow whose arguments name functions or classes."""
+
+    def code_problems(self) -> Iterator[str]:
+        """Yields why they cannot be imported or called, each with its key."""
 
 
 def load_workflow(spec: RolloutSpec) -> Workflow:
