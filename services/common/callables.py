@@ -4,18 +4,23 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
 import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+logger = logging.getLogger(__name__)
+USER_CODE_BEGINS, USER_CODE_ENDED = "user code begins", "user code has ended"
+"""Messages of log records, whose field ``reference`` names the code."""
 _LOADING = threading.RLock()
 """Held while a user's file is executed: another thread must not see a partly initialized module."""
 _MAX_ERROR_CHARACTERS = 2000
@@ -114,8 +119,10 @@ def load_callable(reference: str) -> Callable[..., Any]:
     """
     parsed = parse_reference(reference)
     file, name = parsed.file, parsed.name
+    is_loaded = parsed.location in sys.modules or parsed.location.startswith("services.")
     try:
-        module = _load(parsed) if file is None else _load_file(file, reference)
+        with nullcontext() if is_loaded else announced(reference):
+            module = _load(parsed) if file is None else _load_file(file, reference)
     except _NotFoundError:
         raise
     except (Exception, SystemExit) as error:  # of the module
@@ -176,6 +183,16 @@ def bind_callable(
             f"{sorted(arguments)}: {error}; change the function, or {key}_arguments"
         ) from error
     return partial(function, **arguments)
+
+
+@contextmanager
+def announced(reference: str) -> Iterator[None]:
+    """Logs that user code runs in the block, so that the log of a process that it ends names it."""
+    logger.info(USER_CODE_BEGINS, extra={"reference": reference})
+    try:
+        yield
+    finally:
+        logger.info(USER_CODE_ENDED, extra={"reference": reference})
 
 
 def call_problems(

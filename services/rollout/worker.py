@@ -1,6 +1,7 @@
 """Rollout worker: registers, loads the model and data, serves until the run ends."""
 
 import asyncio
+import faulthandler
 import logging
 import sys
 from contextlib import AsyncExitStack
@@ -168,6 +169,7 @@ async def _run_measured(settings: RolloutSettings) -> None:
 
 def serve_rollout(settings: RolloutSettings) -> None:
     """Runs the worker until its run ends."""
+    faulthandler.enable()
     configure(
         level=settings.log_level,
         log_format=settings.log_format,

@@ -8,6 +8,7 @@ The role, for example trainer, critic or logp, determines the functions that do 
 """
 
 import asyncio
+import faulthandler
 import json
 import signal
 import sys
@@ -60,6 +61,7 @@ async def follow(settings: TrainerSettings) -> None:
 def main() -> None:
     """Runs ``python -m services.trainer`` and ``torchrun -m services.trainer``."""
     settings = TrainerSettings()
+    faulthandler.enable()
     configure(
         level=settings.log_level,
         log_format=settings.log_format,

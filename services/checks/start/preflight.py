@@ -4,12 +4,18 @@ The services make the same checks. Here all checks are made at once, and all pro
 together.
 """
 
+import logging
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, cast
@@ -22,7 +28,14 @@ from services.checks.start.machine import (
     unmet_requirements,
 )
 from services.checks.start.rows import MAX_ROWS, RowTrialResult, try_functions, try_rows
-from services.common.callables import bind_callable, call_problems, load_callable
+from services.common.callables import (
+    USER_CODE_BEGINS,
+    announced,
+    bind_callable,
+    call_problems,
+    load_callable,
+)
+from services.common.callables import logger as user_code_logger
 from services.common.errors import ServiceError
 from services.common.local_copies import with_local_copies
 from services.common.models.configs import begin_check, full_config, is_folder, read_config
@@ -42,6 +55,7 @@ from services.common.models.made_tokenizers import (
 from services.common.models.tokenizer import Tokenizer
 from services.common.models.weight_files import file_problems
 from services.common.models.weight_formats import FORMATS, other_problems
+from services.common.parent import die_with_parent
 from services.common.runspec.base import did_you_mean
 from services.common.runspec.data import kind_of
 from services.common.runspec.engines import engine_kind, train_engine_kind
@@ -355,7 +369,7 @@ def read_checked(
         problems += find_plain_secrets(examined.spec)
     if examined.spec is not None and is_here:
         with capturing():
-            examination = _examined_here(
+            examination = _examined_apart(
                 examined.spec, tries_functions=not problems, has_workers=has_workers
             )
         problems += [
@@ -375,6 +389,79 @@ def check(spec: RunSpec) -> None:
     """
     if problems := _examined_here(spec).problems:
         raise SpecError(problems)
+
+
+class _Activities(logging.Handler):
+    """Sends the messages about user code, and the parts of the specification, to another process."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._connection.send((record.getMessage(), vars(record)["reference"]))
+
+
+def _examined_apart(spec: RunSpec, **options: bool) -> RowTrialResult:
+    """Examines a specification in a process of its own, which the user's code may end."""
+    if sys.platform != "linux":
+        return _examined_here(spec, **options)
+    if hub_is_needed(spec) and not is_url(spec.model.path):
+        go_offline_unless_reachable()  # for later checks of this process too
+    context, activities = get_context("fork"), list[str]()
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_examine, args=(sender, spec, options))
+    process.start()
+    sender.close()
+    try:
+        # Without a deadline: downloads and functions that make data take as long as they need, and the
+        # user sees how long the command has been checking.
+        while isinstance(message := receiver.recv(), tuple):
+            if message[0] == USER_CODE_BEGINS:
+                activities.append(message[1])
+            else:
+                activities.remove(message[1])
+    except EOFError:
+        process.join()
+        return RowTrialResult([_why_ended(process.exitcode or 0, activities)])
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(message, BaseException):
+        raise message
+    return cast("RowTrialResult", message)
+
+
+def _why_ended(exit_code: int, activities: Sequence[str]) -> str:
+    """Returns a problem: the process ended that examined a specification.
+
+    Args:
+        activities: What it was checking, the part of the specification first.
+    """
+    status = f"exit code {exit_code}"
+    if exit_code < 0:
+        status = f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
+    key, *references = activities or ("the specification",)
+    if references:
+        return (
+            f"{key}: {references[-1]!r} ended the process that ran it, with {status}; correct the function "
+            "and its module, which must neither exit nor crash"
+        )
+    memory = ", as the kernel kills it if memory is short" if exit_code == -signal.SIGKILL else ""
+    return f"{key}: the process that checked it ended with {status}{memory}"
+
+
+def _examine(connection: Connection, spec: RunSpec, options: Mapping[str, bool]) -> None:
+    die_with_parent()
+    user_code_logger.addHandler(_Activities(connection))
+    user_code_logger.setLevel(logging.INFO)
+    user_code_logger.propagate = False
+    try:
+        connection.send(_examined_here(spec, **options))
+    except KeyboardInterrupt:
+        return  # the command that waits is interrupted too
+    except Exception as error:  # noqa: BLE001 -- raised again by the process that waits
+        connection.send(ExceptionWithTraceback(error, error.__traceback__))
 
 
 def _examined_here(
@@ -406,7 +493,8 @@ def _examined_here(
         _collect(problems, partial(_built, has_workers=has_workers), spec, "model")
     notes: list[str] = []
     if is_tokenizer_right:
-        notes = _try(problems, spec, sources, tries_functions=tries_functions)
+        with announced("data"):
+            notes = _try(problems, spec, sources, tries_functions=tries_functions)
     notes += _warmup_notes(spec, sources)
     if problems and is_offline:
         problems.append(_OFFLINE)
@@ -480,7 +568,8 @@ def _collect(
 ) -> None:
     """Adds the problems of one step; ``key`` is the part of the specification that it checks."""
     try:
-        problems.extend(step(spec))
+        with announced(key):
+            problems.extend(step(spec))
     except ValueError as error:
         problems.append(str(error))
     except OSError as error:  # the path is invalid, or this user may not read it

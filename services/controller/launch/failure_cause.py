@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from services.common.callables import USER_CODE_BEGINS, USER_CODE_ENDED
+
 _MAX_CHARACTERS = 500
 _WINDOW_S = 60
 _DAY_S = 24 * 3600
@@ -46,6 +48,15 @@ _CONSEQUENCE = re.compile(
     r"|ncclRemoteError",
     re.IGNORECASE,
 )
+_USER_CODE = re.compile(
+    rf"(?P<message>{USER_CODE_BEGINS}|{USER_CODE_ENDED})\b.*?"
+    r"\breference(?:=|\": \")(?P<reference>.+?:\w+)\b"
+)
+# Report of :mod:`faulthandler` about a crash of native code.
+_CRASH = "Fatal Python error: "
+_CRASHED_THREAD = "Current thread "
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in ')
+_LIBRARY = re.compile(r"/lib/python\d|/services/|<frozen")
 _ERROR_WORD = re.compile(r"error|fatal|fail|cannot|what\(\):|abort|refused|cause=", re.IGNORECASE)
 
 
@@ -153,9 +164,35 @@ def first_cause(output: str, *, is_exit: bool = True) -> str:
     ]
     raised = [failure.cause() for failure in failures if not failure.is_logged]
     logged = [failure.cause() for failure in failures if failure.is_logged]
-    exit_message = _exit_message(lines) if is_exit else ""
-    candidates = (*raised, exit_message, *logged, _last_error(lines))
+    num_before = next((i for i, line in enumerate(lines) if line.startswith(_CRASH)), len(lines))
+    crash = _crash(lines[num_before:])
+    if "Aborted" in crash:  # the library that aborts has printed why
+        crash = _last_error(lines[:num_before]) or crash
+    exit_message = _exit_message(lines) if is_exit and not crash else ""
+    candidates = (*raised, crash, exit_message, *logged, _last_error(lines))
     return next(filter(None, candidates), "")
+
+
+def unfinished_user_code(output: str) -> str:
+    """Returns the reference of the code of the user that ran when a process ended; empty if none did."""
+    references: list[str] = []
+    for record in _USER_CODE.finditer(output):
+        if record["message"] == USER_CODE_BEGINS:
+            references.append(record["reference"])
+        elif record["reference"] in references:
+            references.remove(record["reference"])
+    return references[-1] if references else ""
+
+
+def _crash(report: list[str]) -> str:
+    """Returns the head of a report about a crash and its newest line outside libraries; empty without one."""
+    if not report:
+        return ""
+    begin = next((i for i, line in enumerate(report) if line.startswith(_CRASHED_THREAD)), 0)
+    frames = [frame for line in report[begin:] if (frame := _FRAME.match(line))]
+    own_frames = [frame for frame in frames if not _LIBRARY.search(frame["file"])]
+    where = (own_frames or frames)[:1]
+    return report[0] + "".join(f" ({frame['file']}, line {frame['line']})" for frame in where)
 
 
 def _exit_message(lines: list[str]) -> str:

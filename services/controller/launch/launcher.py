@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.runspec.run import RunSpec
-from services.controller.launch.failure_cause import first_cause
+from services.controller.launch.failure_cause import first_cause, unfinished_user_code
 
 _NUM_LAST_LINES = 15
 
@@ -32,8 +32,10 @@ class WorkerExit:
         lines = self.last_lines.strip().splitlines()[-_NUM_LAST_LINES:]
         cause = self._cause() or (lines[0] if len(lines) == 1 else "")
         first = "" if self.rank is None else f", rank {self.rank} first"
-        head = f"{self.worker_id} exited {self._status}{first}"
-        if cause or not lines:
+        reference = unfinished_user_code(self.last_lines)
+        code = f" while it ran {reference!r}, which must not end the process" if reference else ""
+        head = f"{self.worker_id} exited {self._status}{first}{code}"
+        if cause or code or not lines:
             return f"{head}{cause and ': '}{cause} (log: {where})"
         return "\n".join([f"{head} (log: {where}); last log lines:", *lines])
 

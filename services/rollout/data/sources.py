@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import regex
 
-from services.common.callables import describe_error, load_callable
+from services.common.callables import announced, describe_error, load_callable
 from services.common.runspec.base import did_you_mean
 from services.common.runspec.data import SOURCES, DataSpec, FilterSpec, PromptSourceSpec
 
@@ -360,7 +360,8 @@ def open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
     except (ValueError, ImportError) as error:
         raise ValueError(f"{key}.path: {error}") from error
     try:
-        rows = function(**spec.arguments)
+        with announced(spec.path):
+            rows = function(**spec.arguments)
     except (Exception, SystemExit) as error:  # user code
         trace = error.__traceback__
         if isinstance(error, TypeError) and trace is not None and trace.tb_next is None:
@@ -375,7 +376,8 @@ def open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
         return CheckedRows(rows, spec.path)  # type: ignore[arg-type]  # any sequence class
     if isinstance(rows, Iterable) and not has_no_rows:
         try:
-            generated = list(islice(rows, _MAX_GENERATED + 1))
+            with announced(spec.path):
+                generated = list(islice(rows, _MAX_GENERATED + 1))
         except (Exception, SystemExit) as error:  # user code: a generator runs here
             raise _raised(spec, key, error) from error
         if len(generated) > _MAX_GENERATED:

@@ -28,6 +28,7 @@ from tests.helpers.manifests import validate_manifest
 from tests.helpers.specs import spec_with
 from tests.unit.checks.test_pods import documents, named_key
 from tests.unit.deploy.test_worker_pods import OWNER
+from tests.unit.extras.kubernetes.test_pod_rules import documents, named_key
 
 GPU = "nvidia.com/gpu"
 BASE = {"cpu": "4", "memory": "32Gi"}

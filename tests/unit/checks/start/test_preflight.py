@@ -527,3 +527,70 @@ def test_weights_that_an_engine_must_load_are_not_written_into_it(tmp_path, kind
     is_refused = "computes other tensors" in str(error.value)
     assert is_refused == (kind == "falcon_h1" and key is not None)
     assert not is_refused or f"{key} is" in str(error.value)
+
+
+_DEATHS = {
+    "os._exit(0)": "exit code 0",
+    "os._exit(3)": "exit code 3",
+    "os.kill(os.getpid(), 9)": r"signal 9 \(SIGKILL\)",
+    "os.kill(os.getpid(), 11)": r"signal 11 \(SIGSEGV\)",
+}
+_DOORS = {
+    "rollout.rewards": {"rollout": {"rewards": [{"name": "FILE:f"}]}},
+    "algorithm": {"algorithm": {"loss": "FILE:f"}},
+    "algorithm ": {"algorithm": {"advantage": "FILE:f"}},
+    "data.curriculum": {"data": {"curriculum": {"function": "FILE:f"}}},
+    "data": {"data": {"train": {"source": "python", "path": "FILE:f"}}},
+    "data ": {"data": {"train": {"filters": [{"function": "FILE:f"}]}}},
+    "model": {
+        "model": {
+            "warm_start": {"examples": "FILE:f", "steps": 1, "batch_size": 1, "learning_rate": 1}
+        }
+    },
+    "rollout.workflow": {"rollout": {"workflow": "FILE:f"}},
+    "rollout.workflow ": {
+        "rollout": {"workflow": "agent", "workflow_arguments": {"agent": "FILE:f"}}
+    },
+    "rollout.workflow  ": {
+        "rollout": {"workflow": "environment", "workflow_arguments": {"environment": "FILE:f"}}
+    },
+    "rollout.workflow   ": {
+        "rollout": {"workflow": "multi_turn", "workflow_arguments": {"tools": ["FILE:f"]}}
+    },
+}
+
+
+def _draft_of(tmp_path: Path, changes: dict) -> Path:
+    """Writes a specification that names the file ``deadly.py`` as ``FILE``."""
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text(4 * (json.dumps({"prompt": "a", "answer": "b"}) + "\n"))
+    data = changes.get("data", {})
+    train = {"source": "jsonl", "path": str(rows), **data.get("train", {})}
+    document = changed(**{**changes, "data": {**data, "train": train}})
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(document).replace("FILE", str(tmp_path / "deadly.py")))
+    return file
+
+
+@pytest.mark.parametrize("key", _DOORS)
+def test_code_that_ends_its_process_is_a_problem_with_its_name_and_the_end(tmp_path, key):
+    statement, end = [*_DEATHS.items()][[*_DOORS].index(key) % len(_DEATHS)]
+    (tmp_path / "deadly.py").write_text(f"import os\n{statement}\ndef f(*a, **k): return 0.0\n")
+    with pytest.raises(SpecError, match=rf"^{key.strip()}\b.*deadly\.py:f' ended .*{end}"):
+        read_checked(_draft_of(tmp_path, _DOORS[key]))
+
+
+@pytest.mark.parametrize("statement", _DEATHS)
+def test_a_data_function_that_ends_its_process_is_a_problem(tmp_path, statement):
+    (tmp_path / "deadly.py").write_text(f"import os\ndef f():\n    {statement}\n")
+    with pytest.raises(SpecError, match=rf"^data: .*deadly\.py:f' ended .*{_DEATHS[statement]}"):
+        read_checked(_draft_of(tmp_path, _DOORS["data"]))
+
+
+def test_an_unexpected_error_of_the_checks_reaches_the_command(tmp_path, monkeypatch):
+    def fail(*_):
+        raise AssertionError("a mistake")
+
+    monkeypatch.setattr("services.checks.start.preflight._formulas", fail)
+    with pytest.raises(AssertionError, match="a mistake"):
+        read_checked(_draft_of(tmp_path, {}))

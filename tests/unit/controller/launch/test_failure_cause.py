@@ -179,3 +179,69 @@ def test_lines_of_an_earlier_process_of_the_worker_are_left_out(tmp_path):
     assert last_lines(log, 100, begin=begin) == "new"
     log.write_text("n\n")  # emptied, because it was too large
     assert last_lines(log, 100, begin=begin) == "n"
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.parametrize("end", ["os._exit(0)", "os._exit(7)", "os.kill(os.getpid(), 9)"])
+def test_code_of_the_user_that_ends_its_process_is_named(tmp_path, log_format, end):
+    file, log = tmp_path / "my loss.py", tmp_path / "trainer.log"
+    file.write_text(f"import os\n{end}\ndef f(): pass\n")
+    harmless = tmp_path / "harmless.py"
+    harmless.write_text("def g(): pass\n")
+    program = (
+        "from services.common.callables import load_callable\n"
+        "from services.common.telemetry.logging import configure\n"
+        f"configure(log_format={log_format!r}, service='trainer', worker='trainer-0')\n"
+        f"load_callable({f'{harmless}:g'!r})\n"
+        f"load_callable({f'{file}:f'!r})\n"
+    )
+    with log.open("wb") as output:
+        code = subprocess.run(
+            [sys.executable, "-c", program], stderr=output, check=False
+        ).returncode
+    lost = WorkerExit(
+        run_id="r", worker_id="trainer-0", code=code, last_lines=last_lines(log), log=str(log)
+    )
+    assert f"while it ran '{file}:f'" in lost.report()
+    assert str(log) in lost.report()
+
+
+def test_code_of_the_user_that_has_ended_is_not_blamed():
+    log = "\n".join(
+        [
+            "trainer trainer-0/0 10:00:00 INFO    user code begins reference=/l.py:f",
+            "trainer trainer-0/0 10:00:01 INFO    user code has ended reference=/l.py:f",
+            "trainer trainer-0/0 10:00:02 INFO    serving",
+        ]
+    )
+    lost = WorkerExit(run_id="r", worker_id="trainer-0", code=3, last_lines=log)
+    assert "/l.py" not in lost.report().splitlines()[0]
+
+
+def _log_of_a_crash(tmp_path, body: str) -> tuple[int, str]:
+    """Runs a function of a file that ends its process; returns the exit status and the log."""
+    (tmp_path / "native.py").write_text(f"import ctypes, os\ndef crash():\n    {body}\n")
+    program = (
+        "import faulthandler, sys, threading, time\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import native\n"
+        "faulthandler.enable()\n"
+        "for _ in range(30): threading.Thread(target=time.sleep, args=(30,), daemon=True).start()\n"
+        "native.crash()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    return ended.returncode, ended.stderr.decode()
+
+
+def test_a_crash_of_native_code_is_named_with_its_line(tmp_path):
+    code, log = _log_of_a_crash(tmp_path, "ctypes.string_at(0)")
+    assert code == -11
+    cause = first_cause(log)
+    assert cause == f"Fatal Python error: Segmentation fault ({tmp_path}/native.py, line 3)"
+
+
+def test_the_words_of_a_library_that_aborts_are_its_cause(tmp_path):
+    body = 'os.write(2, b"  what():  CUDA error: device-side assert\\n"); os.abort()'
+    code, log = _log_of_a_crash(tmp_path, body)
+    assert code == -6
+    assert first_cause(log) == "what():  CUDA error: device-side assert"
