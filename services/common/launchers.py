@@ -1,9 +1,12 @@
 """Kinds of launchers by name: what commands and the controller read of a launcher before it is opened."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from services.common.doors import Door
+
+PodTopology = Literal["separate", "bundled"]
+"""A pod per worker, or all workers of a run in one pod (``workers.topology`` of the chart)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +28,8 @@ class LauncherKind:
     (``services/controller/manager/launchers.py``) and yields a ``Launcher``."""
     problems: str = ""
     """Reference of a function that takes a ``RunSpec`` and yields reasons why the launcher can never start
-    the run, each with its key and a fix; ``slipstream validate --launcher`` calls it. Empty without rules."""
+    the run, each with its key and a fix; ``slipstream validate --launcher`` calls it. That of ``kubernetes``
+    takes a ``PodTopology`` too (``slipstream validate --pods``). Empty without rules."""
     site: str = ""
     """Reference of a function without arguments that returns the ``Site`` of ``slipstream run --launcher``;
     it raises ``SpecError`` if this host cannot be one. Empty if these commands cannot start the launcher."""

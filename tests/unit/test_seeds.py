@@ -8,7 +8,6 @@ import pytest
 import yaml
 from transformers import PretrainedConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
-from services.checks.pods import pod_problems
 from services.checks.start.memory import run_memory
 from services.common.callables import load_callable
 from services.common.runspec.keys import flat
@@ -16,6 +15,7 @@ from services.common.runspec.loader import load_spec, parse_spec
 from services.common.runspec.rollout import REWARDS
 from services.common.runspec.run import RunSpec
 from services.common.runspec.worker_kinds import total_gpus
+from services.extras.kubernetes.pod_rules import pod_problems
 from tests.helpers.pages import ROOT, example
 
 FOLDER = ROOT / "examples" / "seeds"

@@ -1,11 +1,10 @@
 """Commands on a specification file: ``validate`` and ``submit``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
-from services.checks.pods import PodTopology, pod_problems
 from services.checks.start.machine import (
     gpu_bytes_here,
     gpu_shortages,
@@ -20,7 +19,7 @@ from services.cli.controller_address import Url, is_controller_here
 from services.cli.output import console, errors, escaping_descriptors, fail, print_line, write
 from services.common.callables import load_callable
 from services.common.doors import DoorError
-from services.common.launchers import LAUNCHERS
+from services.common.launchers import LAUNCHERS, PodTopology
 from services.common.models.configs import full_config
 from services.common.models.stages import bubble, most_packs
 from services.common.runspec.base import did_you_mean
@@ -74,10 +73,10 @@ def startable_launcher(name: str) -> str:
     return name
 
 
-def _check_launcher(spec: RunSpec, launcher: str | None) -> None:
-    """Raises SpecError with the reasons why a launcher can never start a run."""
+def _check_launcher(spec: RunSpec, launcher: str | None, *options: PodTopology) -> None:
+    """Raises SpecError with the reasons why a launcher, with these options, can never start a run."""
     reference = LAUNCHERS[launcher].problems if launcher is not None else ""
-    if reference and (problems := [*load_callable(reference)(spec)]):
+    if reference and (problems := [*load_callable(reference)(spec, *options)]):
         raise SpecError(problems)
 
 
@@ -130,10 +129,15 @@ def load_checked(
             table = memory_table(spec, gpu_bytes=gpu_bytes, gpus=gpus)
             console.print(table, highlight=False)
     except SpecError as error:
-        for problem in error.problems:
-            fail(problem)
-        raise typer.Exit(2) from error
+        _refuse(error)
     return spec
+
+
+def _refuse(error: SpecError) -> NoReturn:
+    """Prints the problems of a specification and ends the command."""
+    for problem in error.problems:
+        fail(problem)
+    raise typer.Exit(2) from error
 
 
 def _check_free_memory(spec: RunSpec, *, is_here: bool, is_start: bool) -> None:
@@ -204,10 +208,11 @@ def validate(
         checks_memory=True,
         launcher=launcher,
     )
-    if pods is not None and (problems := [*pod_problems(loaded, pods)]):
-        for problem in problems:
-            fail(problem)
-        raise typer.Exit(2)
+    if pods is not None:
+        try:
+            _check_launcher(loaded, "kubernetes", pods)
+        except SpecError as error:
+            _refuse(error)
     if not is_here:
         # A check of this machine needs no API client, whose imports take a third of a second.
         from services.cli.api_calls import call_operation

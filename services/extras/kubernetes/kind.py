@@ -6,5 +6,5 @@ from services.common.launchers import LauncherKind
 
 KIND: Final = LauncherKind(
     opener="services.extras.kubernetes.cluster:open_pods",
-    problems="services.checks.pods:pod_problems",
+    problems="services.extras.kubernetes.pod_rules:pod_problems",
 )

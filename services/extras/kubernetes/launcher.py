@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from services.checks.pods import installed_pod_problems
 from services.common.errors import FailedPreconditionError, NotFoundError, ServiceError
 from services.common.host import Clock
 from services.common.runspec.run import RunSpec
@@ -27,6 +26,7 @@ from services.controller.launch.launcher import ExitHandler, LauncherDefaults, W
 from services.extras.kubernetes import drain, gang, job_set, pod_state
 from services.extras.kubernetes.drain import PlacedPod
 from services.extras.kubernetes.pod_api import PodApi, Seen
+from services.extras.kubernetes.pod_rules import installed_pod_problems
 from services.extras.kubernetes.pod_state import PodRecord, check_growth
 from services.extras.kubernetes.pod_templates import Overrides
 from services.extras.kubernetes.scale import RolloutScales

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from services.checks.pods import PodTopology, nodes_of, pod_problems, pod_topology
 from services.common.errors import FailedPreconditionError
+from services.common.launchers import PodTopology
 from services.common.runspec.run import RunSpec
 from services.common.runspec.worker_kinds import gpu_hosts, gpu_needs, total_gpus, worker_names
 from services.common.runspec.workers import WORKERS, WorkerKind, programs
@@ -25,6 +25,7 @@ from services.common.stores import is_url
 from services.controller.launch.gpus import HostGpus
 from services.extras.kubernetes import gang, job_set
 from services.extras.kubernetes.pod_resources import KINDS_ANNOTATION, size_pod
+from services.extras.kubernetes.pod_rules import nodes_of, pod_problems, pod_topology
 from services.extras.kubernetes.pod_templates import Overrides, add_part, choose_pod
 
 RUN_LABEL = "slipstream.dev/run"

@@ -10,7 +10,6 @@ import typer
 import yaml
 from rich.table import Table
 
-from services.checks.pods import pod_problems
 from services.checks.start.hub import model_config
 from services.checks.start.layouts import Layout, distinct, layouts
 from services.cli.api_calls import call_operation
@@ -22,6 +21,7 @@ from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec, default_slots
 from services.controller.api.operations import GetRun, ListMetrics
 from services.controller.schemas import MetricPage
+from services.extras.kubernetes.pod_rules import pod_problems
 from services.extras.planner.gpu_splits import (
     GpuCapacity,
     Split,

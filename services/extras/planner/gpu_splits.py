@@ -4,11 +4,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
 
-from services.checks.pods import pod_problems
 from services.common.runspec.rules import placement, problems
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TopologySpec
 from services.common.runspec.workers import kinds_with_own_gpus
+from services.extras.kubernetes.pod_rules import pod_problems
 from services.extras.planner.inputs import Rates, Setting, setting_of
 from services.extras.planner.simulation import Prediction, predict
 

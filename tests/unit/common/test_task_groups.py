@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from services.checks.pods import pod_problems
 from services.common.runspec.loader import SpecError, canonical_json, draft_of, parse_spec
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TaskGroupError, TaskGroupFault, place_groups
+from services.extras.kubernetes.pod_rules import pod_problems
 from tests.helpers.specs import changed, spec_with
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "task_groups.json").read_text())

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.checks.pods import pod_problems
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.loader import SpecError
+from services.extras.kubernetes.pod_rules import pod_problems
 from services.extras.kubernetes.pod_templates import Overrides
 from services.extras.kubernetes.worker_pods import Pod
 from tests.helpers.chart import CHART, helm

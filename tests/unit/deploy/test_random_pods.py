@@ -9,7 +9,6 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from kubernetes.utils.quantity import parse_quantity
 
-from services.checks.pods import pod_problems
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.keys import flat
 from services.common.runspec.loader import SpecError
@@ -17,6 +16,7 @@ from services.common.runspec.run import RunSpec
 from services.common.runspec.worker_kinds import total_gpus
 from services.extras.kubernetes import gang, job_set
 from services.extras.kubernetes.pod_resources import more
+from services.extras.kubernetes.pod_rules import pod_problems
 from services.extras.kubernetes.worker_pods import (
     Pod,
     WorkerTemplates,
@@ -26,7 +26,6 @@ from services.extras.kubernetes.worker_pods import (
 from tests.helpers.chart import one, render
 from tests.helpers.manifests import validate_manifest
 from tests.helpers.specs import spec_with
-from tests.unit.checks.test_pods import documents, named_key
 from tests.unit.deploy.test_worker_pods import OWNER
 from tests.unit.extras.kubernetes.test_pod_rules import documents, named_key
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from services.checks.pods import installed_pod_problems
 from services.common.errors import NotFoundError
 from services.common.runspec.loader import SpecError
 from services.common.security.confinement import CodePolicy
 from services.controller.manager.spec_policy import SpecPolicy
+from services.extras.kubernetes.pod_rules import installed_pod_problems
 from tests.helpers.specs import spec_with
 
 RUN = "run_" + "0" * 32

@@ -7,16 +7,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from math import prod
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
+from services.common.launchers import PodTopology
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TaskGroupError
 from services.common.runspec.worker_kinds import total_gpus
 from services.common.runspec.workers import WORKERS, possible_kinds, scoring_ranks
-
-PodTopology = Literal["separate", "bundled"]
-"""A pod per worker, or all workers of a run in one pod (``workers.topology`` of the chart)."""
 
 _TOPOLOGY_FILE: Final = "topology"
 _RANKS_KEYS: Final[Mapping[str, str]] = {"trainer": "trainer.world_size"}

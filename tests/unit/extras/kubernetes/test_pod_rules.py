@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, note
 from hypothesis import strategies as st
 
-from services.checks.pods import PodTopology, pod_problems
 from services.common.errors import FailedPreconditionError
+from services.common.launchers import PodTopology
 from services.common.runspec.keys import flat
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
 from services.common.runspec.worker_kinds import total_gpus
+from services.extras.kubernetes.pod_rules import pod_problems
 from services.extras.kubernetes.worker_pods import Pod, WorkerTemplates, build_pods
 from tests.helpers.specs import changed, spec_with
 
