@@ -176,9 +176,14 @@ def run_of(partition_id: str) -> str:
     return partition_id.partition("/")[0]
 
 
-def new_run_id() -> str:
-    """Returns ``run_`` and a UUIDv7 in hex: later runs sort later."""
-    milliseconds = time.time_ns() // 1_000_000
+def new_run_id(after: str = "") -> str:
+    """Returns ``run_`` and a UUIDv7 in hex: later runs sort later.
+
+    Args:
+        after: Newest id of a run, which the new one follows even if the clock was set back; empty if none.
+    """
+    newest = int(after.removeprefix("run_") or "0", 16) >> 80
+    milliseconds = max(time.time_ns() // 1_000_000, newest + 1)
     value = (milliseconds << 80) | int.from_bytes(os.urandom(10), "big")
     value = (value & ~(0xF << 76)) | (0x7 << 76)
     value = (value & ~(0x3 << 62)) | (0x2 << 62)

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
@@ -22,6 +23,14 @@ class Clock(Protocol):
 
     def monotonic(self) -> float:
         """Returns seconds that never decrease."""
+
+
+_EPOCH = time.time() - time.monotonic()
+
+
+def steady_time() -> float:
+    """Returns seconds since the epoch that no change of the host's clock affects while this process runs."""
+    return _EPOCH + time.monotonic()
 
 
 def host_id() -> str:

@@ -88,10 +88,14 @@ def columns_of(patch: RunPatch, spec: RunSpec | None) -> dict[str, Any]:
     return values
 
 
-def new_run(spec: RunSpec, **columns: Any) -> NewRun:
-    """Builds a run with a new id; ``columns`` are the fields that do not follow from the specification."""
+def new_run(spec: RunSpec, *, after: str, **columns: Any) -> NewRun:
+    """Builds a run with a new id, which sorts after another one.
+
+    Args:
+        columns: Fields that do not follow from the specification.
+    """
     return NewRun(
-        run_id=new_run_id(),
+        run_id=new_run_id(after),
         name=spec.name,
         spec_json=canonical_json(spec),
         spec_digest=spec_digest(spec),
@@ -110,7 +114,7 @@ def fork_name(parent: str, names_in_use: Collection[str]) -> str:
 
 
 def fork_of(
-    parent: Run, checkpoint: Checkpoint, fork: ForkRequest, *, actor: str
+    parent: Run, checkpoint: Checkpoint, fork: ForkRequest, *, actor: str, after: str
 ) -> tuple[NewRun, Callable[[sa.Connection], None]]:
     """Builds the run that continues from a checkpoint, and the function that copies the parent's ledger.
 
@@ -127,6 +131,7 @@ def fork_of(
     has_same_prompts = (rows, spec.seed) == (old_rows, old.seed)
     new = new_run(
         spec,
+        after=after,
         project=parent.project,
         priority=parent.priority,
         labels=parent.labels,

@@ -1,12 +1,12 @@
 """Limits of projects and the use of their runs."""
 
-import time
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 
 import sqlalchemy as sa
 
 from services.common.errors import FailedPreconditionError, ResourceExhaustedError
+from services.common.host import steady_time
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.settings import Limits
 from services.controller.store.database import Database
@@ -230,9 +230,9 @@ def admit(
     Args:
         defaults: Limits of projects without their own quota.
         busy: Ids of runs that cannot start yet because they have not fully stopped.
-        now: Seconds since the epoch; None means the current time.
+        now: As of :func:`steady_time`; None means the current time.
     """
-    now = time.time() if now is None else now
+    now = steady_time() if now is None else now
     with store.database.write() as connection:
         queue = _Queue(connection, store, defaults)
         for run_id, project, deadline in connection.execute(_QUEUED).all():

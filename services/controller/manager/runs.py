@@ -2,11 +2,11 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Iterable
 
 import sqlalchemy as sa
 
+from services.common.host import steady_time
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import RunSpec
 from services.common.security.confinement import CodePolicy
@@ -97,7 +97,9 @@ class RunManager:
         """Continues the runs and deletions that an earlier controller began, and admits queued runs."""
         self._is_driving = True
         for run in await self._database.run(self._store.unfinished):
-            if run.state not in (RunState.QUEUED, RunState.PAUSED):
+            if run.state is RunState.QUEUED:
+                await self._database.run(self._store.limit_wait, run)
+            elif run.state is not RunState.PAUSED:
                 self.drivers.drive(run)
         self._tasks.create_task(self.checkpoints.finish_deletions())
         await self._admit()
@@ -130,6 +132,7 @@ class RunManager:
         """
         new = new_run(
             submission.spec,
+            after=await self._database.run(self._store.newest_id),
             project=submission.project,
             priority=submission.priority,
             labels=dict(submission.labels or {}),
@@ -167,7 +170,10 @@ class RunManager:
             if not has_name:
                 names_in_use = await self._database.query(self._store.active_names, parent.project)
                 fork = fork.model_copy(update={"name": fork_name(parent.name, names_in_use)})
-            new, write = await asyncio.to_thread(fork_of, parent, checkpoint, fork, actor=actor)
+            newest = await self._database.run(self._store.newest_id)
+            new, write = await asyncio.to_thread(
+                fork_of, parent, checkpoint, fork, actor=actor, after=newest
+            )
             try:
                 return (await self._create(new, request, role=role, also=write))[0]
             except NameTakenError:
@@ -375,7 +381,7 @@ class RunManager:
             self._alarm.cancel()
         if deadline is not None:
             self._alarm = asyncio.get_running_loop().call_later(
-                max(deadline - time.time(), 0.0),
+                max(deadline - steady_time(), 0.0),
                 lambda: self._tasks.create_task(self._admit()),
             )
 

@@ -6,6 +6,7 @@ stopped and resumes later can change nothing.
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 
 import sqlalchemy as sa
@@ -34,6 +35,8 @@ class Leadership:
         self._holder = holder
         self._ttl_s = ttl_s
         self._address = address
+        self._seen_expiry, self._seen_at = -1.0, 0.0
+        """Expiry of another controller's lease, and when this one first saw it, on its own clock."""
 
     async def acquire(self) -> int:
         """Waits until this controller leads; returns its epoch."""
@@ -87,7 +90,15 @@ class Leadership:
             # Only one controller uses an SQLite file at a time, so an older holder is dead.
             is_taken = row is not None and row.expire_time > now and row.holder != self._holder
             if row is not None and is_taken and not self._database.is_sqlite:
-                return max(float(row.expire_time) - now, 0.01)
+                if row.expire_time != self._seen_expiry:
+                    self._seen_expiry, self._seen_at = row.expire_time, time.monotonic()
+                rest_s = float(row.expire_time) - now
+                if (
+                    rest_s > self._ttl_s
+                ):  # the database's clock was set back, but a leader renews its lease
+                    rest_s = self._seen_at + self._ttl_s - time.monotonic()
+                if rest_s > 0:
+                    return max(rest_s, 0.01)
             values = {
                 "holder": self._holder,
                 "expire_time": now + self._ttl_s,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import sqlalchemy as sa
 
 from services.common.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
+from services.common.host import steady_time
 from services.controller.rules.run_state import TERMINAL, Condition, RunState, conditions_after
 from services.controller.store.records import (
     ALL_EVENTS,
@@ -159,9 +160,12 @@ def _conditions_json(conditions: Sequence[Condition]) -> str:
 
 
 def queue_deadline(spec_json: str) -> float | None:
-    """Returns the time at which a run queued now exceeds its queue time-out; None means never."""
+    """Returns the time at which a run queued now exceeds its queue time-out; None means never.
+
+    The time is that of :func:`steady_time`: a run neither expires nor waits because somebody sets the clock.
+    """
     timeout_s = json.loads(spec_json).get("limits", {}).get("queue_timeout_s", 0)
-    return time.time() + timeout_s if timeout_s else None
+    return steady_time() + timeout_s if timeout_s else None
 
 
 def append_event(connection: sa.Connection, run_id: str, note: Note) -> Event:

@@ -167,6 +167,23 @@ class RunStore:
         with self.database.read() as connection:
             return [to_run(row) for row in connection.execute(query)]
 
+    def newest_id(self) -> str:
+        """Returns the id of the newest run; empty without runs."""
+        with self.database.read() as connection:
+            return connection.execute(sa.select(sa.func.max(RUNS.c.run_id))).scalar() or ""
+
+    def limit_wait(self, run: Run) -> None:
+        """Lets a queued run wait for at most its time-out, if an earlier controller's clock was ahead."""
+        if (latest := queue_deadline(run.spec_json)) is None:
+            return
+        is_later = RUNS.c.queue_deadline > latest
+        with self.database.write() as connection:
+            connection.execute(
+                RUNS.update()
+                .where(RUNS.c.run_id == run.run_id, is_later)
+                .values(queue_deadline=latest)
+            )
+
     def active_names(self, project: str) -> set[str]:
         """Returns the names of a project's runs that have not ended."""
         query = sa.select(RUNS.c.name).where(IS_UNFINISHED, RUNS.c.project == project)

@@ -5,14 +5,15 @@ import time
 
 import pytest
 
+from services.common.host import steady_time
 from services.common.runspec.loader import canonical_json, parse_spec
 from services.controller.manager.quotas import admit
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.state.requests import resource_needs
 from services.controller.settings import Limits
-from services.controller.store.records import NewRun
+from services.controller.store.records import NewRun, Submission
 from services.controller.store.runs import RunStore
-from services.controller.store.tables import CHECKPOINTS, QUOTAS
+from services.controller.store.tables import CHECKPOINTS, QUOTAS, RUNS
 from tests.helpers.rest import EmptyQueue, client_of, named, open_manager
 
 pytestmark = pytest.mark.postgresql
@@ -144,6 +145,46 @@ def test_a_run_that_waits_for_too_long_fails_with_what_it_waited_for(store):
     ended = store.get(hasty)
     assert (ended.state, ended.state_reason) == (RunState.FAILED, "QueueTimeout")
     assert store.get(patient).state is RunState.QUEUED
+
+
+@pytest.mark.parametrize("jump_s", [-3 * 3600.0, 3 * 3600.0])
+def test_a_clock_that_somebody_sets_neither_ends_nor_prolongs_a_wait(store, monkeypatch, jump_s):
+    limits = Limits(max_active_runs=0, max_queued_runs=16)
+    run_id = queue(store, 0, timeout_s=60.0)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+    done = admit(store, limits)
+    assert done.expired == []
+    assert 0.0 < done.next_deadline - steady_time() <= 60.0
+    assert [run.run_id for run in admit(store, limits, now=steady_time() + 60.0).expired] == [
+        run_id
+    ]
+
+
+def test_a_wait_that_began_with_a_clock_ahead_lasts_no_longer_than_the_time_out(store):
+    limits = Limits(max_active_runs=0, max_queued_runs=16)
+    run_ids = queue(store, 0, timeout_s=60.0), queue(store, 1, timeout_s=0.0)
+    with store.database.write() as connection:
+        is_first = RUNS.c.run_id == run_ids[0]
+        late = steady_time() + 7200.0
+        connection.execute(RUNS.update().where(is_first).values(queue_deadline=late))
+    for run_id in run_ids:
+        store.limit_wait(store.get(run_id))
+    assert admit(store, limits).next_deadline - steady_time() <= 60.0
+    assert [run.run_id for run in admit(store, limits, now=late).expired] == [run_ids[0]]
+
+
+async def test_a_run_that_is_submitted_after_the_clock_was_set_back_is_the_newest(
+    manager, monkeypatch
+):
+    real = time.time_ns
+    run_ids = []
+    for number, jump_s in enumerate((0, -7200, -3600)):
+        monkeypatch.setattr(time, "time_ns", lambda jump_s=jump_s: real() + jump_s * 10**9)
+        spec = parse_spec(named(number))
+        run, _ = await manager.create(Submission(spec=spec, project="default"))
+        run_ids.append(run.run_id)
+    assert run_ids == sorted(run_ids)
 
 
 def test_the_queue_deadline_restarts_with_a_resume(store):

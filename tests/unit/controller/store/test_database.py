@@ -15,7 +15,7 @@ from services.controller.store.lease import Leadership
 from services.controller.store.ledgers import read_ledger
 from services.controller.store.records import NewRun
 from services.controller.store.runs import RunStore
-from services.controller.store.tables import DELETED_RUNS, METADATA, RETURNED_ROWS
+from services.controller.store.tables import DELETED_RUNS, LEASES, METADATA, RETURNED_ROWS
 
 pytestmark = pytest.mark.postgresql
 
@@ -79,6 +79,36 @@ async def test_a_replaced_leader_writes_no_more(database, database_url):
     with pytest.raises(LeaseLostError), database.write():
         pass
     successor.close()
+
+
+async def test_a_dead_leader_is_replaced_although_the_databases_clock_was_set_back(
+    database, database_url
+):
+    if database.is_sqlite:
+        pytest.skip("the lease of an SQLite file is taken at once")
+    assert await Leadership(database, holder="one", ttl_s=0.5).acquire() == 1
+    with database.write() as connection:
+        connection.execute(LEASES.update().values(expire_time=LEASES.c.expire_time + 7200.0))
+    successor = Database(database_url)
+    async with asyncio.timeout(60.0):
+        assert await Leadership(successor, holder="two", ttl_s=0.5).acquire() == 2
+    successor.close()
+
+
+async def test_a_leader_that_renews_its_lease_is_not_replaced_after_the_clock_was_set_back(
+    database, database_url
+):
+    if database.is_sqlite:
+        pytest.skip("the lease of an SQLite file is taken at once")
+    assert await Leadership(database, holder="one", ttl_s=30.0).acquire() == 1
+    other = Database(database_url)
+    standby = Leadership(other, holder="two", ttl_s=0.01)
+    for shift_s in range(7200, 7205):
+        with database.write() as connection:
+            connection.execute(LEASES.update().values(expire_time=LEASES.c.expire_time + shift_s))
+        assert await other.run(standby._try) > 0
+        await asyncio.sleep(0.05)
+    other.close()
 
 
 async def test_a_holder_reacquires_its_lease_at_once(database, database_url):
