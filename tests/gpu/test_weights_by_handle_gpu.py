@@ -9,8 +9,8 @@ import torch
 from services.weightsync import shared_buffers
 from services.weightsync.shared_buffers import CudaMemoryError, open_handle
 from tests.helpers.cli import run_module
+from tests.helpers.forks import PROCESSES
 from tests.helpers.gpu_runs import train_on_gpus, use_one_gpu
-from tests.helpers.ranks import PROCESSES
 from tests.helpers.weight_session import session_of
 
 pytestmark = [
@@ -22,14 +22,14 @@ pytestmark = [
 
 def test_a_shared_buffer_on_a_gpu_is_the_same_memory_in_another_process() -> None:
     device = torch.device("cuda", 0)
-    room = shared_buffers.export_buffer(1 << 24, device)
-    room.memory.fill_(7)
+    buffer = shared_buffers.export_buffer(1 << 24, device)
+    buffer.memory.fill_(7)
     torch.cuda.synchronize()
-    process = PROCESSES.Process(target=_write, args=(room.handle,))
+    process = PROCESSES.Process(target=_write, args=(buffer.handle,))
     process.start()
     process.join(300)
     assert process.exitcode == 0
-    assert room.memory.eq(8).all()
+    assert buffer.memory.eq(8).all()
 
 
 def _write(handle: str) -> None:

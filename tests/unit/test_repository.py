@@ -58,6 +58,23 @@ def test_every_module_that_a_test_runs_exists():
     assert missing_modules == set()
 
 
+def test_names_that_tests_and_benchmarks_import_from_each_other_exist():
+    """Tests of GPUs and clusters are collected on few machines."""
+    imports = re.compile(r"^ *from ((?:tests|bench)\.[\w.]+) import (\([^)]*\)|.*)$", re.MULTILINE)
+    missing_names = set()
+    for path, text in PYTHON.items():
+        for module, names in imports.findall(text):
+            file = REPOSITORY / (module.replace(".", "/") + ".py")
+            source = PYTHON.get(file, "")
+            missing_names |= {
+                f"{named(path)}: {module} {name}"
+                for name in re.findall(r"(\w+)(?: as \w+)?", re.sub(r"#.*", "", names))
+                if not file.with_name(file.stem).joinpath(f"{name}.py").exists()
+                if not re.search(rf"^[\w, .]*\b{name}\b", source, re.MULTILINE)
+            }
+    assert missing_names == set()
+
+
 def test_every_path_that_a_document_names_exists():
     tracked = _tracked()
     folders = {parent.as_posix() for path in tracked for parent in path.parents}
