@@ -68,7 +68,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         None if arguments.smoke else arguments.json,
         {"device": device_name(), "bar": BAR, "running": arguments.running},
     )
-    left: Callable[[], float] = lambda: arguments.limit_s - (time.monotonic() - begin)  # noqa: E731
+    remaining_s: Callable[[], float] = lambda: arguments.limit_s - (time.monotonic() - begin)  # noqa: E731
     facts: dict[str, Any] = {}
     knobs: dict[str, Any] = {}
     with _both(arguments, {}) as (engine, trainer):
@@ -78,10 +78,10 @@ def _measure(arguments: argparse.Namespace) -> None:
         report.add(facts)
         alone_s = facts["trainer alone"]["forward_backward_s"]
         for name, running, pass_in in _knobs(arguments.running):
-            knobs[name] = _beside(engine, trainer, running, pass_in, alone_s, left)
+            knobs[name] = _beside(engine, trainer, running, pass_in, alone_s, remaining_s)
             report.add({"beside": knobs})
     for name, share in (("MPS", None), ("MPS, engine 40 %", 40)):
-        knobs[name] = _with_mps(arguments, share, alone_s, left)
+        knobs[name] = _with_mps(arguments, share, alone_s, remaining_s)
         report.add({"beside": knobs})
     report.finish({"seconds": round(time.monotonic() - begin, 1)})
 
@@ -103,10 +103,10 @@ def _beside(
     running: int,
     pass_in: str,
     alone_s: float,
-    left: Callable[[], float],
+    remaining_s: Callable[[], float],
 ) -> dict[str, Any]:
     """Returns seconds and rates while both work, or why there are none."""
-    if left() < 2 * _SETTLE_S:
+    if remaining_s() < 2 * _SETTLE_S:
         return {"not_measured": "out of time"}
     try:
         engine.ask("run", number=running)
@@ -140,20 +140,23 @@ def _decoding(engine: "_Process", running: int) -> dict[str, Any]:
 
 
 def _with_mps(
-    arguments: argparse.Namespace, share: int | None, alone_s: float, left: Callable[[], float]
+    arguments: argparse.Namespace,
+    share: int | None,
+    alone_s: float,
+    remaining_s: Callable[[], float],
 ) -> dict[str, Any]:
     """Starts both parts again under a Multi-Process Service; returns the result, or why there is none."""
     if arguments.smoke or not torch.cuda.is_available():
         return {"not_available": "no GPU"}
-    if left() < 30:
+    if remaining_s() < 30:
         return {"not_measured": "out of time"}
     try:
         with serving_mps() as environment:
             of_engine = {} if share is None else {SHARE: str(share)}
             with _both(arguments, environment, of_engine) as (engine, trainer):
                 decoding = _decoding(engine, arguments.running)
-                found = _beside(engine, trainer, arguments.running, "usual", alone_s, left)
-                return {**found, "engine_alone_tokens_per_s": decoding["tokens_per_s"]}
+                figures = _beside(engine, trainer, arguments.running, "usual", alone_s, remaining_s)
+                return {**figures, "engine_alone_tokens_per_s": decoding["tokens_per_s"]}
     except (MpsUnavailableError, _PartFailedError) as error:
         return {"not_available": str(error)}
 
@@ -166,16 +169,16 @@ class _Process:
     """One side in a separate process, which answers one line for each line that it gets."""
 
     def __init__(
-        self, arguments: argparse.Namespace, part: str, further: Mapping[str, str]
+        self, arguments: argparse.Namespace, name: str, further: Mapping[str, str]
     ) -> None:
-        command = [sys.executable, "-m", "bench.beside", "--part", part]
+        command = [sys.executable, "-m", "bench.beside", "--part", name]
         command += ["--running", str(arguments.running), *(["--smoke"] if arguments.smoke else [])]
         environment = {
             **os.environ,  # noqa: TID251 -- its child inherits it
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
             **further,
         }
-        self._part = part
+        self._name = name
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -198,9 +201,9 @@ class _Process:
         try:
             content: dict[str, Any] = json.loads(self._lines.get(timeout=_ANSWER_S))
         except Empty:
-            raise _PartFailedError(f"{self._part}: no answer within {_ANSWER_S:.0f} s") from None
+            raise _PartFailedError(f"{self._name}: no answer within {_ANSWER_S:.0f} s") from None
         if "failed" in content:
-            raise _PartFailedError(f"{self._part}: {content['failed']}")
+            raise _PartFailedError(f"{self._name}: {content['failed']}")
         return content
 
     def ask(self, what: str, **values: Any) -> dict[str, Any]:
@@ -269,7 +272,7 @@ async def _serve_engine(shape: Shape, max_running: int) -> None:
 
         async def decode(number: int) -> None:
             for count in range(1_000_000):
-                prompt = tuple((37 * number + place) % 250 + 2 for place in range(_PROMPT_TOKENS))
+                prompt = tuple((37 * number + index) % 250 + 2 for index in range(_PROMPT_TOKENS))
                 request = GenerationRequest(
                     request_id=f"{id(tasks)}.{number}.{count}",
                     context_ids=prompt[: shape.mean_response_tokens],
@@ -296,8 +299,8 @@ async def _serve_engine(shape: Shape, max_running: int) -> None:
                 marked, since = engine.stats().tokens_total, time.perf_counter()
                 _say({})
             else:
-                made = engine.stats().tokens_total - marked
-                _say({"tokens_per_s": round(made / (time.perf_counter() - since), 1)})
+                num_tokens = engine.stats().tokens_total - marked
+                _say({"tokens_per_s": round(num_tokens / (time.perf_counter() - since), 1)})
         for task in tasks:
             task.cancel()
 

@@ -80,7 +80,9 @@ def compared(before: Path, after: Path) -> dict[str, Any]:
     if len(steps[0]) != len(steps[1]) or tensors[0].keys() != tensors[1].keys():
         sys.exit(f"{before} and {after} have other steps, or other tensors in their checkpoints")
     other_steps = [
-        one["step"] for one, other in zip(*steps, strict=True) if _metrics(one) != _metrics(other)
+        metrics["step"]
+        for metrics, other_metrics in zip(*steps, strict=True)
+        if _metrics(metrics) != _metrics(other_metrics)
     ]
     other_tensors = [
         name for name, value in tensors[0].items() if not torch.equal(value, tensors[1][name])

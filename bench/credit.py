@@ -38,9 +38,11 @@ def replies(question: str, answer: str) -> Iterator[tuple[str, str, float]]:
     number = number.strip()
     sentences = _CALCULATION.sub("", derivation).strip().split("\n")
     last = sentences[-1].strip()
-    before, found, tail = last.rpartition(number)
+    before, separator, tail = last.rpartition(number)
     is_stated = (
-        bool(found) and not re.match(r"[\d%]|[.,]\d", tail) and not re.search(r"[\d.,]$", before)
+        bool(separator)
+        and not re.match(r"[\d%]|[.,]\d", tail)
+        and not re.search(r"[\d.,]$", before)
     )
     yield "number after the mark", f"{last}\n#### {number}", 1.0
     yield "boxed number", f"\\boxed{{{number}}}", 1.0

@@ -62,13 +62,13 @@ def main() -> None:
         if shape.engine == "vllm":
             document["rollout"]["engine_arguments"] = _ENGINE
         spec.write_text(json.dumps(document))
-        found = {
+        report = {
             "device": device_name(),
             "settings": arguments.set,
             "bar_s": _BAR_S,
             **_joined_and_left(folder, arguments.set, spec=spec),
         }
-    report_to(None if arguments.smoke else RESULTS, found)
+    report_to(None if arguments.smoke else RESULTS, report)
 
 
 def _joined_and_left(folder: Path, settings: list[str], *, spec: Path) -> dict[str, Any]:
@@ -98,19 +98,19 @@ def _joined_and_left(folder: Path, settings: list[str], *, spec: Path) -> dict[s
             leaves = time.time()
             _resize(client, run.id, 1)
             until(lambda: _told(run, "Resized") == 2, "smaller run", timeout_s=_JOIN_S)
-            left = time.time()
+            end = time.time()
             trained(_STEPS)
             lost = _told(run, "WorkerLost")
         return {
-            **watch.seen.facts(since=began),
-            "leaving_s": round(left - leaves, 2),
-            "between_steps": _gaps(folder, watch.seen, began=began, leaves=leaves),
+            **watch.moments.facts(since=began),
+            "leaving_s": round(end - leaves, 2),
+            "between_steps": _gaps(folder, watch.moments, began=began, leaves=leaves),
             "workers_lost": lost,
         }
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _Moments:
     """First observations of the new rollout's states, as Unix times in seconds; 0 before."""
 
     loaded: float = 0.0
@@ -138,25 +138,25 @@ class _Watch:
     def __init__(self, client: Client, run_id: str) -> None:
         self._client = client
         self._run_id = run_id
-        self.seen = _Seen()
+        self.moments = _Moments()
 
-    def look(self) -> _Seen:
-        now, seen = time.time(), self.seen
+    def look(self) -> _Moments:
+        now, moments = time.time(), self.moments
         workers = self._client.get_topology(self._run_id).items
         new = next((worker for worker in workers if worker.worker_id == _NEW), None)
         if new is None:
-            return seen
-        if not seen.loaded and new.state in {"loaded", "ready"}:
-            seen = replace(seen, loaded=now)
-        if not seen.weights and new.weight_version >= 0:
-            seen = replace(seen, weights=now)
-        if not seen.token and new.gauges.get("tokens_total", 0.0) > 0:
-            seen = replace(seen, token=now)
-        self.seen = seen
-        return seen
+            return moments
+        if not moments.loaded and new.state in {"loaded", "ready"}:
+            moments = replace(moments, loaded=now)
+        if not moments.weights and new.weight_version >= 0:
+            moments = replace(moments, weights=now)
+        if not moments.token and new.gauges.get("tokens_total", 0.0) > 0:
+            moments = replace(moments, token=now)
+        self.moments = moments
+        return moments
 
 
-def _gaps(folder: Path, seen: _Seen, *, began: float, leaves: float) -> Mapping[str, float]:
+def _gaps(folder: Path, moments: _Moments, *, began: float, leaves: float) -> Mapping[str, float]:
     """Returns seconds between steps: usual ones, and the longest while a rollout loaded, joined, or left.
 
     The wait for samples in the longest one is reported separately: the first samples of a new
@@ -168,8 +168,10 @@ def _gaps(folder: Path, seen: _Seen, *, began: float, leaves: float) -> Mapping[
     gaps = list(pairwise(ends))
 
     def longest(since: float, until: float, what: str) -> dict[str, float]:
-        found = [(end - start, waits[end]) for start, end in gaps if end > since and start < until]
-        seconds, wait_s = max(found)
+        candidates = [
+            (end - start, waits[end]) for start, end in gaps if end > since and start < until
+        ]
+        seconds, wait_s = max(candidates)
         return {
             f"longest_while_{what}_s": round(seconds, 3),
             f"of_it_for_samples_while_{what}_s": round(wait_s, 3),
@@ -179,8 +181,8 @@ def _gaps(folder: Path, seen: _Seen, *, began: float, leaves: float) -> Mapping[
     usual = [end - start for start, end in gaps[1:] if end < began]
     return {
         "median_s": round(median(usual), 3),
-        **longest(began, seen.loaded, "loading"),
-        **longest(seen.loaded, seen.token, "joining"),
+        **longest(began, moments.loaded, "loading"),
+        **longest(moments.loaded, moments.token, "joining"),
         **longest(leaves, time.time(), "leaving"),
     }
 

@@ -213,10 +213,10 @@ def specification(folder: Path, name: str, changes: Mapping[str, Any]) -> Path:
     document["limits"] = {"max_restarts": 1000}
     for key, value in changes.items():
         *parents, leaf = key.split(".")
-        part = document
+        section = document
         for parent in parents:
-            part = part.setdefault(parent, {})
-        part[leaf] = value
+            section = section.setdefault(parent, {})
+        section[leaf] = value
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(document))
     return path
@@ -597,11 +597,11 @@ def main() -> None:
     if arguments.smoke:
         kills, steps, pairs, outage_s = 3, 12, 1, 10.0
 
-    def store(part: Mapping[str, Any]) -> None:
-        print(json.dumps(part, indent=1), flush=True)
+    def store(figures: Mapping[str, Any]) -> None:
+        print(json.dumps(figures, indent=1), flush=True)
         if not arguments.smoke:
             facts = {"device": device_name()}
-            write_json(RESULTS, {**read_json(RESULTS), **facts, **part})
+            write_json(RESULTS, {**read_json(RESULTS), **facts, **figures})
 
     with tempfile.TemporaryDirectory() as temporary, served(arguments.server) as server:
         folder = Path(temporary)

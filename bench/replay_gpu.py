@@ -145,7 +145,7 @@ def _replayed(folder: Path, *, num_steps: int) -> dict[str, Any]:
     began = time.monotonic()
     steps, message = _replay(folder)
     seconds = time.monotonic() - began
-    options = [part for setting in _OTHER_LOSS for part in ("--set", setting)]
+    options = [option for setting in _OTHER_LOSS for option in ("--set", setting)]
     changed, changed_message = _replay(folder, *options, "--to", "2")
     equal = sum(not step["tensors"] for step in steps)
     parted = next((step["step"] for step in changed if step["tensors"]), None)

@@ -101,7 +101,7 @@ class _Parser:
     def extract_tool_calls(self, model_output: str, request: Any = None) -> Any:
         tools = [_plain(tool) for tool in self.tools or getattr(request, "tools", None) or ()]
         kind = TOOL_FORMATS[self.format]
-        found = [call for call in kind.find(model_output, tools) if call.is_reported]
+        reported_calls = [call for call in kind.find(model_output, tools) if call.is_reported]
         calls = [
             SimpleNamespace(
                 id=call.id or f"call_{number}",
@@ -111,9 +111,11 @@ class _Parser:
                     arguments=_Json(call.arguments if call.problem else json.dumps(call.arguments)),
                 ),
             )
-            for number, call in enumerate(found)
+            for number, call in enumerate(reported_calls)
         ]
-        content = model_output[: found[0].start].strip() if found else model_output
+        content = (
+            model_output[: reported_calls[0].start].strip() if reported_calls else model_output
+        )
         return _Any(tools_called=bool(calls), tool_calls=calls, content=_Text(content) or None)
 
 
@@ -169,14 +171,14 @@ class _Plugin:
         return _Any()
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        kept = []
+        selected = []
         for item in items:
             params = item.callspec.params if hasattr(item, "callspec") else {}
             name = item.nodeid.rpartition(".py::")[2].lower()
             is_other = any(word in name for word in _OTHER) and "nonstream" not in name
             if not is_other and params.get("streaming") is not True:
-                kept.append(item)
-        items[:] = kept
+                selected.append(item)
+        items[:] = selected
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
@@ -194,8 +196,8 @@ def _plain(tool: Any) -> Any:
 
 
 def _run_tool_extraction(parser: _Parser, text: str, request: Any = None, **_: Any) -> Any:
-    found = parser.extract_tool_calls(text, request)
-    return found.content, found.tool_calls
+    extracted = parser.extract_tool_calls(text, request)
+    return extracted.content, extracted.tool_calls
 
 
 def tool_cases(folder: Path) -> tuple[list[str], list[str]]:
@@ -229,8 +231,8 @@ def reasoning_cases(folder: Path) -> tuple[list[str], list[str]]:
             reasoning, content = REASONING_FORMATS[number].split(
                 case["output"], is_open=is_open, calls=("<tool_call>",)
             )
-            wanted = (case["reasoning"] or "").strip(), (case["content"] or "").strip()
-            same = (reasoning.strip(), content.strip()) == wanted
+            expected = (case["reasoning"] or "").strip(), (case["content"] or "").strip()
+            same = (reasoning.strip(), content.strip()) == expected
             (passed if same else failed).append(f"{file}::{name}")
     return passed, failed
 
@@ -251,12 +253,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sdist", type=Path, required=True, help="vllm-X.tar.gz")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as temporary:
         with tarfile.open(options.sdist) as archive:
-            wanted = [each for each in archive if "/tests/tool_parsers/" in each.name
-                      or "/tests/reasoning/" in each.name]  # fmt: skip
-            archive.extractall(place, members=wanted, filter="data")
-        (folder,) = Path(place).iterdir()
+            members = [member for member in archive if "/tests/tool_parsers/" in member.name
+                      or "/tests/reasoning/" in member.name]  # fmt: skip
+            archive.extractall(temporary, members=members, filter="data")
+        (folder,) = Path(temporary).iterdir()
         version = folder.name
         results = {"tools": tool_cases(folder), "reasoning": reasoning_cases(folder)}
     passed = sum(len(good) for good, _ in results.values())

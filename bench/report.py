@@ -47,14 +47,14 @@ class GrowingReport:
 
     def __init__(self, out: Path | None, facts: Mapping[str, Any]) -> None:
         self._out = out
-        self._found = dict(facts)
+        self._report = dict(facts)
 
-    def add(self, part: Mapping[str, Any]) -> None:
+    def add(self, figures: Mapping[str, Any]) -> None:
         """Adds a part and writes all parts so far."""
-        self._found |= part
-        report_to(self._out, self._found | {"unfinished": True})
+        self._report |= figures
+        report_to(self._out, self._report | {"unfinished": True})
 
-    def finish(self, part: Mapping[str, Any]) -> None:
+    def finish(self, figures: Mapping[str, Any]) -> None:
         """Adds the last part."""
-        self._found |= part
-        report_to(self._out, self._found)
+        self._report |= figures
+        report_to(self._out, self._report)

@@ -69,25 +69,25 @@ def main() -> None:
             document = _spec(model, engine=engine, replay=replay, is_small=is_small)
             spec.write_text(json.dumps(document))
             run = run_for(arguments.steps, folder, (), spec=spec)
-            found = {
+            means = {
                 name: round(mean(step[name] for step in run.steps[_FIRST:]), 6)
                 for name in _NUMBERS
                 if name in run.steps[-1]
             }
-            print(way, json.dumps(found), flush=True)
+            print(way, json.dumps(means), flush=True)
             if out is not None:
-                _note(out, way, found, steps=arguments.steps, chosen=arguments.chosen)
+                _note(out, way, means, steps=arguments.steps, chosen=arguments.chosen)
 
 
-def _note(out: Path, way: str, found: dict[str, float], *, steps: int, chosen: int) -> None:
+def _note(out: Path, way: str, means: dict[str, float], *, steps: int, chosen: int) -> None:
     """Writes a way's results next to those of the others."""
     results = read_json(out)
     facts = {
         "device": device_name(),
         "torch": torch.__version__,
     }
-    way_found = {"steps": steps, "chosen": chosen, **found}
-    write_json(out, results | facts | {way: way_found})
+    way_entry = {"steps": steps, "chosen": chosen, **means}
+    write_json(out, results | facts | {way: way_entry})
 
 
 def _spec(model: Path, *, engine: str, replay: str, is_small: bool) -> dict[str, Any]:

@@ -125,14 +125,14 @@ def _cpu_s(process: psutil.Process) -> float:
 
 async def pages(queue: TransferQueueClient) -> dict[str, float]:
     """Returns milliseconds of the first page in each order, of a search, and of one whole sample."""
-    asked = {
+    queries = {
         "newest": SampleRecordQuery(limit=50, excerpt=300),
         "worst": SampleRecordQuery(limit=50, excerpt=300, order_by="worst"),
         "search": SampleRecordQuery(limit=50, excerpt=300, text="not to be found"),
         "whole": SampleRecordQuery(limit=1, with_turns=True, with_tokens=True),
     }
     result: dict[str, float] = {}
-    for name, query in asked.items():
+    for name, query in queries.items():
         begin = time.perf_counter()
         async for _ in queue.read_sample_records("run_1", query):
             pass
@@ -240,7 +240,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     is_smoke = arguments.smoke
-    found = {
+    report = {
         "bar": BAR,
         "members": MEMBERS,
         "tokens": TOKENS,
@@ -251,7 +251,7 @@ def main() -> None:
         ),
         "controller": asyncio.run(controller(*((4, 128, 2) if is_smoke else (12, 1024, 9)))),
     }
-    report_to(None if is_smoke else RESULTS / "samples.json", found)
+    report_to(None if is_smoke else RESULTS / "samples.json", report)
 
 
 if __name__ == "__main__":

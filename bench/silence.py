@@ -44,13 +44,13 @@ def silences(*, in_terminal: bool) -> dict[str, object]:
             env=os.environ | _COLUMNS,  # noqa: TID251  a child process inherits it
         )
         os.close(writing)
-        moments, told = [begin], b""
+        moments, output = [begin], b""
         try:
-            while not _FIRST_STEP.search(told) and time.monotonic() - begin < _MOST_S:
+            while not _FIRST_STEP.search(output) and time.monotonic() - begin < _MOST_S:
                 piece = os.read(reading, 1 << 16)
                 if not piece:
-                    raise RuntimeError(f"the run ended:\n{told.decode(errors='replace')}")
-                told += piece
+                    raise RuntimeError(f"the run ended:\n{output.decode(errors='replace')}")
+                output += piece
                 moments.append(time.monotonic())
         finally:
             process.send_signal(signal.SIGTERM)
@@ -94,15 +94,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="in a pipe alone; writes no results")
     is_smoke = parser.parse_args().smoke
-    found: dict[str, object] = {
+    report: dict[str, object] = {
         "cores": os.cpu_count(),
         "load_average_before": round(os.getloadavg()[0], 2),
     }
-    found["help"] = help_s(3 if is_smoke else 7)
-    found["pipe"] = silences(in_terminal=False)
+    report["help"] = help_s(3 if is_smoke else 7)
+    report["pipe"] = silences(in_terminal=False)
     if not is_smoke:
-        found["terminal"] = silences(in_terminal=True)
-    report_to(None if is_smoke else RESULTS, found)
+        report["terminal"] = silences(in_terminal=True)
+    report_to(None if is_smoke else RESULTS, report)
 
 
 if __name__ == "__main__":

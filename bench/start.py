@@ -90,7 +90,7 @@ def main() -> None:
             state = folder / f"run-{number}"
             starts.append(_start(spec, state, settings))
             _print(starts[-1], "empty caches" if number == 0 else "filled caches")
-    found = {
+    report = {
         "device": device_name(),
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 1),
@@ -102,7 +102,7 @@ def main() -> None:
     }
     if not arguments.smoke:
         name = " ".join(filter(None, (arguments.shape, arguments.placement, arguments.label)))
-        write_json(RESULTS, read_json(RESULTS) | {name: found})
+        write_json(RESULTS, read_json(RESULTS) | {name: report})
 
 
 def _write_spec(shape: Shape, spec: Path, placement: str) -> None:
@@ -153,8 +153,8 @@ def _print(start: Mapping[str, Any], caches: str) -> None:
     parts = {"the command": start["seconds"], **start["workers"]}
     for name, seconds in {**parts, "processor seconds": start["processor_s"]}.items():
         print(f"  {name}")
-        for part, spent in seconds.items():
-            print(f"    {spent:7.2f}  {part}")
+        for label, spent in seconds.items():
+            print(f"    {spent:7.2f}  {label}")
 
 
 if __name__ == "__main__":

@@ -28,16 +28,19 @@ def switches(steps: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]
         steps: The steps' reports.
         folder: Folder of the only run, with its workers' logs.
     """
-    found = [part for step in steps if (part := _parts(step))]
+    switch_parts = [parts for step in steps if (parts := _parts(step))]
     logs = "\n".join(
         path.read_text(errors="replace") for path in folder.glob("run_*/logs/rollout*")
     )
-    logged = {name: list(map(float, one.findall(logs))) for name, one in _LOGGED.items()}
-    logged |= {name: [1e3 * float(s) for s in one.findall(logs)] for name, one in _VLLM.items()}
+    logged = {name: list(map(float, pattern.findall(logs))) for name, pattern in _LOGGED.items()}
+    logged |= {
+        name: [1e3 * float(s) for s in pattern.findall(logs)] for name, pattern in _VLLM.items()
+    }
     return {
         "bar_ms": 1e3 * _BAR_S,
         "ms": {
-            name: _spread([part[name] for part in found]) for name in (found[0] if found else ())
+            name: _spread([parts[name] for parts in switch_parts])
+            for name in (switch_parts[0] if switch_parts else ())
         },
         # Over the whole run except its first switch. All but the first token's time are parts of the times
         # in ``ms``.

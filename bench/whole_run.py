@@ -107,10 +107,10 @@ def run_for(
 
 
 @contextmanager
-def run_folder(given: Path | None) -> Iterator[Path]:
+def run_folder(chosen_folder: Path | None) -> Iterator[Path]:
     """Yields the folder of a benchmark's runs: the given one, or a temporary one that is removed."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = (given or Path(temporary)).resolve()
+        folder = (chosen_folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
 
@@ -161,8 +161,8 @@ def exported(runs: Path, spec: Path) -> Path:
     if not folder.exists():
         (checkpoint,) = runs.glob("**/checkpoints/*/")
         command = [sys.executable, "-m", "services.extras.export.checkpoint"]
-        given = (str(checkpoint), str(spec), str(folder))
-        subprocess.run([*command, *given], cwd=REPOSITORY, check=True)
+        arguments = (str(checkpoint), str(spec), str(folder))
+        subprocess.run([*command, *arguments], cwd=REPOSITORY, check=True)
     return folder
 
 
@@ -178,7 +178,7 @@ def _command(folder: Path, settings: Iterable[str], spec: Path) -> list[str]:
     return [
         *(sys.executable, "-m", "services.cli.main", "run", str(spec), "--json"),
         *("--state-directory", str(folder)),
-        *(part for setting in settings for part in ("--set", setting)),
+        *(option for setting in settings for option in ("--set", setting)),
     ]
 
 

@@ -112,8 +112,8 @@ async def attacking(order: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
 def spread_ms(waits_s: list[float]) -> dict[str, float]:
     """Returns percentiles of waiting times in milliseconds."""
     cuts = quantiles(waits_s, n=100)
-    found = {"p50": cuts[49], "p99": cuts[98], "max": max(waits_s)}
-    return {name: round(1000 * value, 1) for name, value in found.items()} | {"n": len(waits_s)}
+    spread = {"p50": cuts[49], "p99": cuts[98], "max": max(waits_s)}
+    return {name: round(1000 * value, 1) for name, value in spread.items()} | {"n": len(waits_s)}
 
 
 async def abused(folder: Path, *, seconds: float) -> dict[str, Any]:
@@ -128,9 +128,9 @@ async def abused(folder: Path, *, seconds: float) -> dict[str, Any]:
             token = tokens.create(name=project, project=project, role="operator")
             client = AsyncClient(here.url, token=token)
             clients[project] = await stack.enter_async_context(client)
-            own = folder / project
-            own.mkdir()
-            spec = spec_for(own, project, seconds=seconds, has_agent=number == 1)
+            project_folder = folder / project
+            project_folder.mkdir()
+            spec = spec_for(project_folder, project, seconds=seconds, has_agent=number == 1)
             runs[project] = await clients[project].submit(spec)
         third = runs["third"]
         for run in runs.values():
@@ -213,8 +213,8 @@ async def abused(folder: Path, *, seconds: float) -> dict[str, Any]:
 async def until_step(run: AsyncRun, step: int) -> None:
     """Waits until a run has trained a step."""
     end = time.monotonic() + _ENDS_WITHIN_S
-    while (seen := await run.refresh()).step < step:
-        assert time.monotonic() < end and seen.state not in ("FAILED", "CANCELLED"), seen.message
+    while (view := await run.refresh()).step < step:
+        assert time.monotonic() < end and view.state not in ("FAILED", "CANCELLED"), view.message
         await asyncio.sleep(_SAMPLE_S)
 
 

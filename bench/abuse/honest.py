@@ -80,5 +80,5 @@ async def look(client: AsyncClient, run_id: str, waits_s: list[float]) -> None:
 def is_closed(run: RunView) -> bool:
     """Returns True if every issued prompt is in exactly one place."""
     prompts = run.summary["prompts"]
-    places = ("consumed", "dropped", "quarantined", "outstanding")
-    return bool(prompts["issued"] == sum(prompts[place] for place in places))
+    states = ("consumed", "dropped", "quarantined", "outstanding")
+    return bool(prompts["issued"] == sum(prompts[state] for state in states))

@@ -77,7 +77,7 @@ def orders(
 class Waits:
     """Seconds that honest requests took."""
 
-    known: list[float] = field(default_factory=list)
+    known_s: list[float] = field(default_factory=list)
     """Requests over one connection that stays open."""
     new: list[float] = field(default_factory=list)
     """Requests over a new connection each."""
@@ -88,14 +88,14 @@ class Waits:
     def summary(self) -> dict[str, Any]:
         """Returns percentiles in milliseconds."""
         return {
-            "api_ms": _spread_ms(self.known),
+            "api_ms": _spread_ms(self.known_s),
             "new_connection_ms": _spread_ms(self.new) | {"failed": self.num_failed},
             "lag_ms": _spread_ms(self.lag),
         }
 
     def add(self, other: "Waits") -> None:
         """Adds the waits of an attack to those of all."""
-        self.known += other.known
+        self.known_s += other.known_s
         self.new += other.new
         self.lag += other.lag
         self.num_failed += other.num_failed
@@ -136,7 +136,7 @@ async def asking(here: LocalServices, client: AsyncClient) -> AsyncIterator[Wait
 
     tasks = [
         asyncio.create_task(ask(send, waits_s))  # noqa: TID251 -- cancelled below
-        for send, waits_s in ((known, waits.known), (new, waits.new))
+        for send, waits_s in ((known, waits.known_s), (new, waits.new))
     ]
     try:
         yield waits
@@ -164,11 +164,11 @@ async def attacked(
         cwd=REPOSITORY,
     )
     ending = asyncio.create_task(_answer_of(process, order, until))  # noqa: TID251 -- awaited below
-    before = {name: own_mib(each) for name, each in processes.items()}
+    before = {name: own_mib(service) for name, service in processes.items()}
     is_stopped = False
     while not ending.done():
-        for name, each in processes.items():
-            most[name] = max(most.get(name, 0.0), own_mib(each))
+        for name, service in processes.items():
+            most[name] = max(most.get(name, 0.0), own_mib(service))
             if most[name] - before[name] > _STOPPED_AT_MIB and process.returncode is None:
                 is_stopped = True
                 process.kill()
@@ -192,8 +192,12 @@ async def _answer_of(
 
 
 def _listening(process: psutil.Process) -> list[int]:
-    found = process.net_connections(kind="tcp")
-    return [each.laddr.port for each in found if each.status == psutil.CONN_LISTEN]
+    connections = process.net_connections(kind="tcp")
+    return [
+        connection.laddr.port
+        for connection in connections
+        if connection.status == psutil.CONN_LISTEN
+    ]
 
 
 async def measured(
@@ -219,32 +223,32 @@ async def measured(
         async with asking(here, client) as quiet:
             await asyncio.sleep(seconds)
         before = {name: own_mib(process) for name, process in processes.items()}
-        found: dict[str, Any] = {}
+        attacks: dict[str, Any] = {}
         waits = Waits()
         for name, order in orders(**ports, token=other).items():
             if names and not any(name.startswith(process) for process in names):
                 continue
             most: dict[str, float] = {}
             begin, used_s = time.monotonic(), {key: _cpu_s(processes[key]) for key in processes}
-            async with asking(here, client) as taken:
+            async with asking(here, client) as attack_waits:
                 answered = await attacked(
                     {**order, "connections": connections, "seconds": seconds}, processes, most
                 )
             wall_s = time.monotonic() - begin
             rises = {key: round(most[key] - before[key], 1) for key in most}
             cpu = {key: round((_cpu_s(processes[key]) - used_s[key]) / wall_s, 2) for key in most}
-            waits.add(taken)
-            found[name] = {"rise_mib": rises, "cpu": cpu, **taken.summary(), **answered}
-            print(f"{name:40} {json.dumps(found[name])}", flush=True)
+            waits.add(attack_waits)
+            attacks[name] = {"rise_mib": rises, "cpu": cpu, **attack_waits.summary(), **answered}
+            print(f"{name:40} {json.dumps(attacks[name])}", flush=True)
             await asyncio.sleep(1.0)
         after = {name: own_mib(process) for name, process in processes.items()}
-    most_mib = max(rise for process in found.values() for rise in process["rise_mib"].values())
+    most_mib = max(rise for process in attacks.values() for rise in process["rise_mib"].values())
     attacked_ms = waits.summary()
     p99_ms = max(attacked_ms[name]["p99"] for name in ("api_ms", "new_connection_ms"))
     return {
         "connections": connections,
         "seconds_each": seconds,
-        "attacks": found,
+        "attacks": attacks,
         "kept_mib": {name: round(after[name] - before[name], 1) for name in after},
         "quiet": quiet.summary(),
         "attacked": attacked_ms,
@@ -267,8 +271,8 @@ def _spread_ms(waits_s: list[float]) -> dict[str, float]:
         if len(waits_s) > 1
         else [max(waits_s, default=0.0)] * 99
     )
-    found = {"p50": cuts[49], "p99": cuts[98], "max": max(waits_s, default=0.0)}
-    return {name: round(1000 * value, 1) for name, value in found.items()} | {"n": len(waits_s)}
+    spread = {"p50": cuts[49], "p99": cuts[98], "max": max(waits_s, default=0.0)}
+    return {name: round(1000 * value, 1) for name, value in spread.items()} | {"n": len(waits_s)}
 
 
 def main() -> None:

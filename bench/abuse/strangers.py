@@ -198,10 +198,10 @@ async def grpc_messages(connection: Connection, order: Order) -> None:
             call = _frame(_HEADERS, _END_HEADERS, stream, _call(order))
             await connection.send(call + _frame(_DATA, 0, stream, message))
             windows.open(stream, len(message))
-            left = order["message_bytes"] - 1
-            while left and (size := await windows.room(stream, left)):
+            remaining = order["message_bytes"] - 1
+            while remaining and (size := await windows.room(stream, remaining)):
                 await connection.send(_frame(_DATA, 0, stream, b"a" * size))
-                left -= size
+                remaining -= size
             stream += 2
             if stream > 2 * _STREAMS:
                 break
@@ -252,7 +252,7 @@ class _Windows:
         self._streams[stream] = self._first - num_bytes
         self._whole -= num_bytes
 
-    async def room(self, stream: int, wanted: int) -> int:
+    async def room(self, stream: int, num_bytes: int) -> int:
         """Waits up to a second for free window space; returns the bytes that may be sent, or 0."""
         with suppress(TimeoutError):
             async with asyncio.timeout(1.0):
@@ -261,7 +261,7 @@ class _Windows:
                         return 0
                     self._changed.clear()
                     await self._changed.wait()
-        size = max(0, min(self._whole, self._streams.get(stream, 0), wanted, 16 << 10))
+        size = max(0, min(self._whole, self._streams.get(stream, 0), num_bytes, 16 << 10))
         if stream in self._streams:
             self._streams[stream] -= size
         self._whole -= size
@@ -294,7 +294,7 @@ class _Windows:
             name, value = struct.unpack_from(">HI", payload, at)
             if name == 4:
                 self._streams = {
-                    key: left + value - self._first for key, left in self._streams.items()
+                    key: window + value - self._first for key, window in self._streams.items()
                 }
                 self._first = value
 

@@ -170,15 +170,15 @@ def python_ms() -> float:
     return round(statistics.median(times), 1)
 
 
-def table(known: dict[str, Figures]) -> str:
+def table(figures_by_name: dict[str, Figures]) -> str:
     """Returns all measurements so far and their bars as text."""
     lines = [f"{'measurement':12} {'figure':16} {'value':>10} {'bar':>10}       {'load':>5}"]
     for name, (figure, order, bound) in BARS.items():
-        if name in known:
-            value = known[name][figure]
+        if name in figures_by_name:
+            value = figures_by_name[name][figure]
             is_met = value >= bound if order == ">=" else value <= bound
             verdict = "met" if is_met else "NOT met"
-            load = known[name]["load_average_before"]
+            load = figures_by_name[name]["load_average_before"]
             bar = f"{order} {bound:g}"
             lines.append(f"{name:12} {figure:16} {value:10.2f} {bar:>10} {verdict:>8} {load:4.1f}")
     return "\n".join(lines)

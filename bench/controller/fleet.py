@@ -97,10 +97,10 @@ async def beat(
     """
     members = membership_pb2_grpc.MembershipServiceStub(channel)
     role = "trainer" if name == "trainer-0" else "rollout"
-    known = {"run_id": order["run_id"], "worker_id": name, "incarnation": f"{name}-1"}
+    identity = {"run_id": order["run_id"], "worker_id": name, "incarnation": f"{name}-1"}
     await members.RegisterWorker(
         pb.RegisterWorkerRequest(
-            **known,
+            **identity,
             role=role,
             address=f"127.0.0.1:{port}",
             host_id="bench",
@@ -111,7 +111,7 @@ async def beat(
     while True:
         answer = await members.Heartbeat(
             pb.HeartbeatRequest(
-                **known,
+                **identity,
                 state=worker_pb2.WORKER_STATE_LOADED,
                 weight_version=version(),
                 gauges=rows | gauges(),

@@ -60,10 +60,10 @@ class FakeQueue(
             tokens = (_RESPONSE_TOKENS,) * len(group.seeds)
             self.add(MadeGroup(group, tokens, oldest=self.version, newest=self.version))
 
-    def add(self, made: "MadeGroup") -> None:
+    def add(self, group: "MadeGroup") -> None:
         """Records a finished group as stored."""
-        partition = made.group.partition_id
-        self._waiting[partition].append(made)
+        partition = group.group.partition_id
+        self._waiting[partition].append(group)
         self._arrived[partition].set()
 
     async def CreatePartition(self, request: Any, context: Any) -> Any:
@@ -200,12 +200,12 @@ def add_services(
     weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server(FakeWeights(queue), server)
 
 
-def _meta(partition: str, made: Sequence[MadeGroup]) -> KVBatchMeta:
+def _meta(partition: str, groups: Sequence[MadeGroup]) -> KVBatchMeta:
     """Returns the description of groups' samples after one put, as a transferqueue makes it."""
     samples = [
-        (one, member, tokens)
-        for one in made
-        for member, tokens in zip(one.group.members, one.tokens, strict=True)
+        (made_group, member, tokens)
+        for made_group in groups
+        for member, tokens in zip(made_group.group.members, made_group.tokens, strict=True)
     ]
     size = len(samples)
     columns = tuple(
@@ -226,23 +226,23 @@ def _meta(partition: str, made: Sequence[MadeGroup]) -> KVBatchMeta:
         for index in range(len(columns))
     )
     tags: dict[str, Any] = {
-        "group_id": tuple(one.group.group_id for one, _, _ in samples),
+        "group_id": tuple(made_group.group.group_id for made_group, _, _ in samples),
         "member": tuple(member for _, member, _ in samples),
-        "attempt": tuple(one.group.attempt for one, _, _ in samples),
+        "attempt": tuple(made_group.group.attempt for made_group, _, _ in samples),
         "reward": tuple(float(member % 2) for _, member, _ in samples),
         "terms": tuple(f'{{"exact_match": {member % 2}.0}}' for _, member, _ in samples),
         "finish_reason": ("stop",) * size,
         "data_source": ("bench",) * size,
-        "v_min": tuple(one.oldest for one, _, _ in samples),
-        "v_max": tuple(one.newest for one, _, _ in samples),
-        "v_first": tuple(one.oldest for one, _, _ in samples),
+        "v_min": tuple(made_group.oldest for made_group, _, _ in samples),
+        "v_max": tuple(made_group.newest for made_group, _, _ in samples),
+        "v_first": tuple(made_group.oldest for made_group, _, _ in samples),
         "response_tokens": tuple(tokens for _, _, tokens in samples),
     }
     numbers = {"num_segments": 1, "prompt_tokens": 16, "greedy": 0}
     tags |= {name: (value,) * size for name, value in numbers.items()}
     return KVBatchMeta(
         partition_id=partition,
-        keys=tuple(f"{one.group.group_id}.{member}" for one, member, _ in samples),
+        keys=tuple(f"{made_group.group.group_id}.{member}" for made_group, member, _ in samples),
         fields=columns,
         blobs=blobs,
         tags=tags,

@@ -30,13 +30,15 @@ async def main() -> None:
                     for n in range(_ROUNDS + 1)
                 ][1:]
             for number, op in enumerate(("put", "get")):
-                own, others = ([pair[number] for pair in side] for side in zip(*times, strict=True))
-                ratio = paired_ratio(others, own)
+                image_times, other_times = (
+                    [pair[number] for pair in side] for side in zip(*times, strict=True)
+                )
+                ratio = paired_ratio(other_times, image_times)
                 row = {
                     "path": path,
                     "op": op,
                     "images": _ROUNDS * images.num_rows,
-                    "gbps": round(images.size_bytes / median(own) / 1e9, 3),
+                    "gbps": round(images.size_bytes / median(image_times) / 1e9, 3),
                     "over_mm1m": round(ratio.middle, 2),
                     "low": round(ratio.low, 2),
                     "high": round(ratio.high, 2),

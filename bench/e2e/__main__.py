@@ -63,8 +63,8 @@ def _measure(arguments: argparse.Namespace, folder: Path, collector: Collector) 
     results = None
     if not is_smoke:
         results = arguments.out or REPOSITORY / "bench" / "results" / f"e2e-{arguments.shape}.json"
-    found: dict[str, Any] = {"shape": arguments.shape, "device": _device(), "variants": {}}
-    found |= read_json(results)
+    report: dict[str, Any] = {"shape": arguments.shape, "device": _device(), "variants": {}}
+    report |= read_json(results)
     model = folder / f"model-{arguments.shape}"
     if not (model / "config.json").exists():
         shape.save_model(model)
@@ -73,8 +73,8 @@ def _measure(arguments: argparse.Namespace, folder: Path, collector: Collector) 
     spec.write_text(json.dumps(shape.spec(model, steps=_MANY)))
     for variant in arguments.variants or [ENGINE, *VARIANTS]:
         if variant == ENGINE:
-            found["engine"] = _engine_alone(arguments.shape, is_smoke=is_smoke)
-            print(json.dumps(found["engine"]), flush=True)
+            report["engine"] = _engine_alone(arguments.shape, is_smoke=is_smoke)
+            print(json.dumps(report["engine"]), flush=True)
         else:
             settings = (*VARIANTS[variant], *arguments.set)
             name = variant.replace(",", "").replace(" ", "")
@@ -86,26 +86,26 @@ def _measure(arguments: argparse.Namespace, folder: Path, collector: Collector) 
                 timeout_s=arguments.within,
                 min_steps=FIRST_STEP + _MIN_MEASURED - 1,
             )
-            entry = _results(run, settings, found)
+            entry = _results(run, settings, report)
             if len(run.steps) < steps:
                 entry["ended"] = f"after {len(run.steps)} of {steps} steps: --within"
             print("\n".join(collector.durations()), flush=True)
             collector.write(folder / f"{name}.trace.json")
             collector.spans.clear()
-            found["variants"][variant] = {"settings": list(settings), **entry}
+            report["variants"][variant] = {"settings": list(settings), **entry}
         if results is not None:
-            write_json(results, found)
-    _compare(found)
+            write_json(results, report)
+    _compare(report)
 
 
-def _results(run: WholeRun, settings: tuple[str, ...], found: dict[str, Any]) -> dict[str, Any]:
+def _results(run: WholeRun, settings: tuple[str, ...], earlier: dict[str, Any]) -> dict[str, Any]:
     entry = facts(run, first=FIRST_STEP)
     # The engine alone sends each token by itself, so that a run's batches of tokens can be faster.
     entry["engine_best_step_tokens_per_s"] = max(
         round(step["generated_tokens_per_s"], 1) for step in run.steps
     )
     rate = max(
-        entry["engine_best_step_tokens_per_s"], found.get("engine", {}).get("tokens_per_s", 0.0)
+        entry["engine_best_step_tokens_per_s"], earlier.get("engine", {}).get("tokens_per_s", 0.0)
     )
     entry["least_step_s"] = round(
         least_step_s(
@@ -130,13 +130,13 @@ def _engine_alone(shape: str, *, is_smoke: bool) -> dict[str, Any]:
     return dict(json.loads(results[-1]))
 
 
-def _compare(found: dict[str, Any]) -> None:
+def _compare(results: dict[str, Any]) -> None:
     """Prints a table of current and earlier measurements."""
-    synchronous = found["variants"].get("synchronous", {}).get("samples_per_s")
+    synchronous = results["variants"].get("synchronous", {}).get("samples_per_s")
     print(
         f"\n{'':12} samples/s  x sync  step s  least  share  sync p50  waits for weights  first step s"
     )
-    for variant, entry in found["variants"].items():
+    for variant, entry in results["variants"].items():
         times = f"{entry['samples_per_s'] / synchronous:6.2f}" if synchronous else "     -"
         print(
             f"{variant:12} {entry['samples_per_s']:9.1f}  {times}  {entry['step_s']:6.2f}"

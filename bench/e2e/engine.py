@@ -77,12 +77,12 @@ async def _rate(ask: Ask, shape: Shape, running: int) -> float:
     lengths: list[int] = []
     warm, measured = asyncio.Event(), asyncio.Event()
 
-    async def keep_asking(place: int) -> None:
+    async def keep_asking(slot: int) -> None:
         for number in range(1_000_000):
             drawn = round(rng.expovariate(1 / shape.mean_response_tokens)) + 1
             length = min(drawn, shape.max_response_tokens)
             prompt = tuple(rng.randrange(2, 250) for _ in range(_PROMPT_TOKENS))
-            await ask(f"{running}.{place}.{number}", prompt, length)
+            await ask(f"{running}.{slot}.{number}", prompt, length)
             lengths.append(length)
             if len(lengths) >= _PER_SLOT * running:
                 warm.set()
@@ -90,7 +90,7 @@ async def _rate(ask: Ask, shape: Shape, running: int) -> float:
                 measured.set()
 
     async with TaskGroup() as tasks:
-        asking = [tasks.create_task(keep_asking(place)) for place in range(running)]
+        asking = [tasks.create_task(keep_asking(slot)) for slot in range(running)]
         await warm.wait()
         before, since = len(lengths), time.perf_counter()
         await measured.wait()
@@ -111,8 +111,8 @@ def main() -> None:
         shape, running = smoke(shape), [8, 16]
 
     async def report() -> None:
-        async for found in measure(shape, running):
-            print(json.dumps(found), flush=True)
+        async for rate in measure(shape, running):
+            print(json.dumps(rate), flush=True)
 
     asyncio.run(report())
 

@@ -72,8 +72,8 @@ class Collector(pb_grpc.TraceServiceServicer):
                 1e3 * (span.end_s - span.begin_s)
             )
         return [
-            f"{process:28} {name:20} {len(found):5}  p50 {median(found):9.1f}  longest {max(found):9.1f}"
-            for (process, name), found in sorted(kinds.items())
+            f"{process:28} {name:20} {len(times):5}  p50 {median(times):9.1f}  longest {max(times):9.1f}"
+            for (process, name), times in sorted(kinds.items())
         ]
 
 

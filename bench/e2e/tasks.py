@@ -42,8 +42,10 @@ class Lognormal:
         drawn = self._median * rng.lognormvariate(0.0, self._sigma)
         least, most = self._bounds
         length = min(max(round(drawn), least), most)
-        while (left := length - len(episode.response_ids)) > 0 and episode.remaining_tokens > 0:
-            await episode.generate(max_tokens=left)
+        while (
+            num_tokens := length - len(episode.response_ids)
+        ) > 0 and episode.remaining_tokens > 0:
+            await episode.generate(max_tokens=num_tokens)
 
 
 class SlowTools:

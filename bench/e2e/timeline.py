@@ -45,11 +45,11 @@ def time_line(run: WholeRun, *, max_rate: float) -> list[str]:
     ):
         wall = max(end - begin, 1e-9)
         works = min(round(_BAR * step.get(_SUM, 0.0) / wall), _BAR)
-        made = min(round(20 * step.get("generated_tokens_per_s", 0.0) / max_rate), 20)
+        num_marks = min(round(20 * step.get("generated_tokens_per_s", 0.0) / max_rate), 20)
         waits = sorted(_parts(step, _WAIT).items(), key=lambda item: -item[1])
         why = ", ".join(f"{name} {spent:.2f}" for name, spent in waits[:3] if spent >= 0.005)
         lines.append(
-            f"{number:4}  {wall:6.2f}  {'#' * works:.<{_BAR}}  {'#' * made:.<20}"
+            f"{number:4}  {wall:6.2f}  {'#' * works:.<{_BAR}}  {'#' * num_marks:.<20}"
             f"  {step.get('sync_ms', 0.0):14.0f}  {why}"
         )
     return lines

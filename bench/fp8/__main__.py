@@ -115,24 +115,24 @@ class Report:
 
     def __init__(self, out: Path | None) -> None:
         self._out = out
-        self.found: dict[str, Any] = read_json(out)
+        self.results: dict[str, Any] = read_json(out)
 
     def add(self, name: str, entry: Mapping[str, Any]) -> None:
         """Adds a variant's entry."""
         device = device_name()
-        self.found[name] = {"device": device, **entry}
-        print(json.dumps({name: self.found[name]}), flush=True)
+        self.results[name] = {"device": device, **entry}
+        print(json.dumps({name: self.results[name]}), flush=True)
         self._write()
 
     def compare(self, bars: Mapping[str, Any]) -> None:
         """Adds the comparison with the bars."""
-        self.found["bars"] = bars
+        self.results["bars"] = bars
         print(json.dumps({"bars": bars}, indent=1), flush=True)
         self._write()
 
     def _write(self) -> None:
         if self._out is not None:
-            write_json(self._out, self.found)
+            write_json(self._out, self.results)
 
 
 def _chosen(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
@@ -156,24 +156,24 @@ def _engines(arguments: argparse.Namespace, report: Report) -> None:
         )
         report.add(name + arguments.label, entry)
         _wait_for_memory()
-    found = report.found
-    if "bf16" not in found:
+    results = report.results
+    if "bf16" not in results:
         return
     bars: dict[str, Any] = {}
-    for name in found:
+    for name in results:
         if name not in {"bf16", "bars"}:
             ratios = {
-                count: round(rate / found["bf16"]["tokens_per_s"][count], 3)
-                for count, rate in found[name]["tokens_per_s"].items()
-                if count in found["bf16"]["tokens_per_s"]
+                count: round(rate / results["bf16"]["tokens_per_s"][count], 3)
+                for count, rate in results[name]["tokens_per_s"].items()
+                if count in results["bf16"]["tokens_per_s"]
             }
-            pairs = zip(found[name]["logprobs"], found["bf16"]["logprobs"], strict=True)
+            pairs = zip(results[name]["logprobs"], results["bf16"]["logprobs"], strict=True)
             bars[name] = {
                 "of bf16's tokens/s": ratios,
                 "at least 1.25": all(ratio >= 1.25 for ratio in ratios.values()),
                 "logprob_abs_diff to bf16": round(mean(abs(a - b) for a, b in pairs), 4),
                 "pause of an adoption, of bf16's": round(
-                    median(found[name]["adopt_ms"]) / median(found["bf16"]["adopt_ms"]), 2
+                    median(results[name]["adopt_ms"]) / median(results["bf16"]["adopt_ms"]), 2
                 ),
             }
     report.compare(bars)
@@ -222,11 +222,11 @@ async def _measure_engine(
         rates: dict[str, float] = {}
         for count in running:
             await _rate(engine, f"warm{count}", count, num_tokens)
-            found = [
+            rates_per_round = [
                 await _rate(engine, f"{count}.{index}", count, num_tokens)
                 for index in range(repeats)
             ]
-            rates[str(count)] = round(max(found), 1)
+            rates[str(count)] = round(max(rates_per_round), 1)
         entry = {
             "tokens_per_s": rates,
             "response_tokens": num_tokens,
@@ -262,34 +262,34 @@ def _runs(arguments: argparse.Namespace, report: Report) -> None:
     names = ["bf16", "fp8"]
     steps = 5 if arguments.smoke else arguments.steps
     for name in _chosen(names, arguments):
-        own = [f"rollout.{key}={value}" for key, value in _PRECISIONS[name].items()]
-        settings = ["algorithm.max_staleness=4", *own, *arguments.set]
+        precision = [f"rollout.{key}={value}" for key, value in _PRECISIONS[name].items()]
+        settings = ["algorithm.max_staleness=4", *precision, *arguments.set]
         folder = arguments.folder / f"{arguments.shape}-{name}"
         run = run_for(steps, folder, settings, spec=spec)
-        found = facts(run, first=_FIRST)
+        figures = facts(run, first=_FIRST)
         report.add(
             f"{arguments.shape}, {name}",
             {
                 "settings": settings,
-                **{key: found[key] for key in ("steps", "step_s", "samples_per_s", "sync_ms")},
+                **{key: figures[key] for key in ("steps", "step_s", "samples_per_s", "sync_ms")},
                 **{
-                    key: found[key]
+                    key: figures[key]
                     for key in ("engine_tokens_per_s", "trainer_works_share", "first_step_s")
                 },
                 **_mismatch(run.steps[_FIRST - 1 :]),
             },
         )
-    one, other = (report.found.get(f"{arguments.shape}, {name}") for name in names)
-    if one is not None and other is not None:
-        share = other["samples_per_s"] / one["samples_per_s"]
-        sync = other["sync_ms"]["p50"] / one["sync_ms"]["p50"]
+    first, second = (report.results.get(f"{arguments.shape}, {name}") for name in names)
+    if first is not None and second is not None:
+        share = second["samples_per_s"] / first["samples_per_s"]
+        sync = second["sync_ms"]["p50"] / first["sync_ms"]["p50"]
         bars = {
             "of bf16's samples/s": round(share, 3),
             "at least 1.15": share >= 1.15,
             "of bf16's sync": round(sync, 2),
             "no longer": sync <= 1.0,
         }
-        report.compare({**report.found.get("bars", {}), arguments.shape: bars})
+        report.compare({**report.results.get("bars", {}), arguments.shape: bars})
 
 
 def _fields(shape: Shape) -> dict[str, Any]:
@@ -332,19 +332,19 @@ def _learn(arguments: argparse.Namespace, report: Report) -> None:
     with ThreadPoolExecutor(len(jobs) if arguments.together else 1) as pool:
         list(pool.map(measured, jobs))
     entries = {
-        name: found
+        name: runs
         for name in _LEARNING
         if (
-            found := [
+            runs := [
                 entry
-                for key, entry in report.found.items()
+                for key, entry in report.results.items()
                 if key.rpartition(", seed ")[0] == name and "exact_greedy" in entry
             ]
         )
     }
-    scores = {name: mean(each["exact_greedy"] for each in found) for name, found in entries.items()}
+    scores = {name: mean(run["exact_greedy"] for run in runs) for name, runs in entries.items()}
     served = {
-        name: mean(each["curve"][-1]["greedy"] for each in found) for name, found in entries.items()
+        name: mean(run["curve"][-1]["greedy"] for run in runs) for name, runs in entries.items()
     }
     bars: dict[str, Any] = {
         "greedy at the end": {k: round(v, 4) for k, v in scores.items()},
@@ -361,17 +361,17 @@ def _exact_score(folder: Path, settings: Sequence[str], spec: Path) -> float:
     The run's own scores are those of the weights that its engine rounds.
     """
     model = exported(folder, spec)
-    own = [
+    exact = [
         *(f"model.path={model}", "model.warm_start=null"),
         *("trainer.steps=1", "validation.every=1"),
     ]
-    kept = [
+    common = [
         setting
         for setting in settings
         if not setting.startswith(("trainer.steps", "validation.", "model."))
     ]
-    found = train(folder / "exact", [*kept, *own], spec)
-    return float(found["curve"][0]["greedy"])
+    entry = train(folder / "exact", [*common, *exact], spec)
+    return float(entry["curve"][0]["greedy"])
 
 
 def _task(arguments: argparse.Namespace) -> tuple[Path, list[str]]:

@@ -54,8 +54,8 @@ def measure(variant: Variant, seed: int, *, extra: tuple[str, ...] = ()) -> dict
 def keep(entry: dict[str, Any], results: Path) -> None:
     """Writes an entry, replacing the former one with its variant and seed."""
     entries = read_json(results, [])
-    place = (entry["variant"], entry["seed"])
-    entries = [old for old in entries if (old["variant"], old["seed"]) != place] + [entry]
+    key = (entry["variant"], entry["seed"])
+    entries = [old for old in entries if (old["variant"], old["seed"]) != key] + [entry]
     order = list(VARIANTS)
     entries.sort(key=lambda e: (order.index(e["variant"]), e["seed"]))
     write_json(results, entries)

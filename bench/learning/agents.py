@@ -47,10 +47,10 @@ def main() -> None:
 
 def measure(example: str, seed: int, *, is_smoke: bool = False) -> dict[str, Any]:
     """Trains once; returns held-out scores before and after."""
-    found = (
+    candidates = (
         REPOSITORY / "examples" / name for name in (f"{example}/{example}.yaml", f"{example}.yaml")
     )
-    spec = next(path for path in found if path.exists())
+    spec = next(path for path in candidates if path.exists())
     with tempfile.TemporaryDirectory() as folder:
         settings = (f"seed={seed}", "validation.only=true")
         before = whole_run(Path(folder), settings, spec=spec).summary
@@ -86,16 +86,16 @@ def trained(
     Raises:
         SystemExit: If the run fails, with its output.
     """
-    deadline, left = time.monotonic() + _TIMEOUT_S, list(kills)
+    deadline, remaining_kills = time.monotonic() + _TIMEOUT_S, list(kills)
     with running(folder, settings, spec=spec) as process:
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            if left and len(steps_in(folder)) >= left[0]:
+            if remaining_kills and len(steps_in(folder)) >= remaining_kills[0]:
                 children = psutil.Process(process.pid).children(recursive=True)
                 rollouts = [child for child in children if _is_rollout(child)]
-                rollouts[len(left) % len(rollouts)].kill()
-                del left[0]
-    if process.returncode != 0 or left:
+                rollouts[len(remaining_kills) % len(rollouts)].kill()
+                del remaining_kills[0]
+    if process.returncode != 0 or remaining_kills:
         raise SystemExit(f"{spec} failed, or ended too early:\n{output_of(folder)}")
     (summary,) = folder.glob("run_*/summary.json")
     content: dict[str, Any] = json.loads(summary.read_text(encoding="utf-8"))
@@ -122,9 +122,9 @@ def _cpu_s() -> float:
 def keep(entry: dict[str, Any], results: Path) -> None:
     """Writes an entry, replacing the former one with its example and seed."""
     entries = read_json(results, [])
-    place = (entry["example"], entry["seed"])
-    entries = [old for old in entries if (old["example"], old["seed"]) != place] + [entry]
-    entries.sort(key=lambda each: (each["example"], each["seed"]))
+    key = (entry["example"], entry["seed"])
+    entries = [old for old in entries if (old["example"], old["seed"]) != key] + [entry]
+    entries.sort(key=lambda run: (run["example"], run["seed"]))
     write_json(results, entries)
 
 

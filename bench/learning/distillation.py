@@ -107,7 +107,7 @@ def divergences(folder: Path, teacher: Any, tokenizer: Any, *, num_tokens: int) 
     ``KL(teacher || student)`` on texts of the teacher.
     """
     student: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = {"reverse_kl": 0.0, "forward_kl": 0.0}
+    sums = {"reverse_kl": 0.0, "forward_kl": 0.0}
     prompts = heldout()
     for name, writer in (("reverse_kl", student), ("forward_kl", teacher)):
         torch.manual_seed(0)
@@ -128,8 +128,8 @@ def divergences(folder: Path, teacher: Any, tokenizer: Any, *, num_tokens: int) 
                 for model in ((student, teacher) if writer is student else (teacher, student))
             ]
             kl = (rows[0].exp() * (rows[0] - rows[1])).sum(-1).mean()
-            found[name] += float(kl) / len(prompts)
-    return {name: round(value, 4) for name, value in found.items()}
+            sums[name] += float(kl) / len(prompts)
+    return {name: round(value, 4) for name, value in sums.items()}
 
 
 def main() -> None:
@@ -165,16 +165,18 @@ def main() -> None:
         entries: list[dict[str, Any]] = []
         for seed in range(arguments.seeds):
             for number, (arm, settings) in enumerate(_ARMS.items()):
-                own = folder / f"run-{number}-{seed}"
+                run_folder = folder / f"run-{number}-{seed}"
                 extra = (f"seed={seed}", *settings)
-                whole_run(own, extra, spec=spec)
+                whole_run(run_folder, extra, spec=spec)
                 after = divergences(
-                    exported(own, spec), teacher, tokenizer, num_tokens=arguments.tokens
+                    exported(run_folder, spec), teacher, tokenizer, num_tokens=arguments.tokens
                 )
                 entries.append({"kind": arm, "seed": seed, **after})
                 print(entries[-1], flush=True)
-                given = {name: getattr(arguments, name) for name in ("steps", "tokens", "prompts")}
-                result = {**given, "before": before, "runs": entries}
+                options = {
+                    name: getattr(arguments, name) for name in ("steps", "tokens", "prompts")
+                }
+                result = {**options, "before": before, "runs": entries}
                 write_json(arguments.out, result)
 
 

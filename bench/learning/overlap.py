@@ -28,11 +28,11 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="two steps, not kept")
     is_smoke = parser.parse_args().smoke
     steps = _WARMUP_STEPS + (2 if is_smoke else 13)
-    found = {place: measure(settings, steps) for place, settings in _PLACES.items()}
-    inside, apart = found["inside"], found["apart"]
+    measurements = {name: measure(settings, steps) for name, settings in _PLACES.items()}
+    inside, apart = measurements["inside"], measurements["apart"]
     waits = apart["idle_seconds_no_data"] - inside["idle_seconds_no_data"]
     spent = inside["seconds_ref_logprob"]
-    result = {**found, "hidden_fraction": round(min(1.0, 1.0 - waits / spent), 3)}
+    result = {**measurements, "hidden_fraction": round(min(1.0, 1.0 - waits / spent), 3)}
     print(json.dumps(result, indent=1))
     if is_smoke:
         return

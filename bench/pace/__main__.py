@@ -81,12 +81,12 @@ async def measure_all(names: list[str], pace: Pace, *, steps: int, places: int) 
     async with stage("bench.pace.fleet") as here:
         base = None
         for name in names:
-            found = await measure(here, pace, steps=steps, places=places, **MODES[name])
-            base = base or found["samples_per_s"]
-            found["of_first"] = round(found["samples_per_s"] / base, 2)
-            found["of_limit"] = round(found["samples_per_s"] / limit, 2)
-            del found[STEPS]
-            print(f"{name:12} {json.dumps(found)}", flush=True)
+            figures = await measure(here, pace, steps=steps, places=places, **MODES[name])
+            base = base or figures["samples_per_s"]
+            figures["of_first"] = round(figures["samples_per_s"] / base, 2)
+            figures["of_limit"] = round(figures["samples_per_s"] / limit, 2)
+            del figures[STEPS]
+            print(f"{name:12} {json.dumps(figures)}", flush=True)
 
 
 def main() -> None:

@@ -229,11 +229,11 @@ def _compared(host: str, name: str, lag: int, steps: int) -> dict[str, Any]:
     }
 
 
-def _row(found: Prediction, setting: Setting) -> Row:
+def _row(prediction: Prediction, setting: Setting) -> Row:
     return Row(
-        step_s=round(found.step_s, 3),
-        staleness=round(found.staleness_mean, 2),
-        running=round(found.slots_used * setting.slots),
+        step_s=round(prediction.step_s, 3),
+        staleness=round(prediction.staleness_mean, 2),
+        running=round(prediction.slots_used * setting.slots),
     )
 
 

@@ -142,12 +142,12 @@ class PacedRollouts(FakeRollouts):
         return rollout_pb2.CancelGroupsResponse()
 
     async def InterruptGroups(self, request: Any, context: Any) -> Any:
-        found = {name: self._groups[name] for name in request.group_ids or [*self._groups]}
-        self._cut |= found.keys()
+        groups = {name: self._groups[name] for name in request.group_ids or [*self._groups]}
+        self._cut |= groups.keys()
         # The engine knows requests only by name, and all of them are aborted.
         await self.engine.abort()
-        if found:
-            await asyncio.wait(found.values())
+        if groups:
+            await asyncio.wait(groups.values())
             parked, self._parked = self._parked, []
             await self._report(parked)
         return rollout_pb2.InterruptGroupsResponse()
@@ -176,27 +176,27 @@ class PacedRollouts(FakeRollouts):
             self._aside[group.group_id] = parts
             self._parked.append(_interrupted(group, parts.values()))
             return
-        versions = [version for part in parts.values() for version in part.versions]
-        lengths = [part.tokens for part in parts.values()]
+        versions = [version for response in parts.values() for version in response.versions]
+        lengths = [response.tokens for response in parts.values()]
         self._queue.add(MadeGroup(group, lengths, oldest=min(versions), newest=max(versions)))
 
-    async def _sample(self, group: Any, member: int, seed: int, part: "Part") -> "Part":
-        if part.is_whole:
-            return part
-        made = await self.engine.generate(
+    async def _sample(self, group: Any, member: int, seed: int, response: "Part") -> "Part":
+        if response.is_whole:
+            return response
+        result = await self.engine.generate(
             GenerationRequest(
                 request_id=f"{group.group_id}.{member}/{group.attempt}",
                 context_ids=(2,) * 100,
                 max_tokens=1 << 19,
                 seed=seed,
-                draw_offset=part.tokens,
-                oldest_version=min(part.versions, default=None),
+                draw_offset=response.tokens,
+                oldest_version=min(response.versions, default=None),
             )
         )
         return Part(
-            tokens=part.tokens + len(made.token_ids),
-            versions=part.versions | {version for version, _ in made.version_runs},
-            is_whole=made.finish_reason != "aborted",
+            tokens=response.tokens + len(result.token_ids),
+            versions=response.versions | {version for version, _ in result.version_runs},
+            is_whole=result.finish_reason != "aborted",
         )
 
 
@@ -216,8 +216,8 @@ def _interrupted(group: Any, parts: Collection[Part]) -> GroupFailure:
         reason="interrupted",
         message="",
         retryable=True,
-        num_unfinished=sum(not part.is_whole for part in parts),
-        num_tokens=sum(part.tokens for part in parts),
+        num_unfinished=sum(not response.is_whole for response in parts),
+        num_tokens=sum(response.tokens for response in parts),
     )
 
 
@@ -227,7 +227,7 @@ class PacedTrainer(FakeTrainer):
     def __init__(self, pace: Pace) -> None:
         super().__init__(pace.train_s)
         self._pace = pace
-        self._known: set[str] = set()
+        self._counted_keys: set[str] = set()
         self.turn = asyncio.Lock()
         self._idle = IdleClock()
 
@@ -251,9 +251,9 @@ class PacedTrainer(FakeTrainer):
         tokens = {
             key: cast("int", count)
             for key, count in zip(meta.keys, meta.tag("response_tokens"), strict=True)
-            if key not in self._known
+            if key not in self._counted_keys
         }
-        self._known |= set(tokens)
+        self._counted_keys |= set(tokens)
         return self._pace.train_s * sum(tokens.values()) / self._pace.batch_tokens
 
     async def TrainStep(self, request: Any, context: Any) -> Any:
@@ -262,7 +262,7 @@ class PacedTrainer(FakeTrainer):
             meta = KVBatchMeta.from_proto(request.batch)
             versions, work_s = meta.tag("v_min"), self._work(request.batch)
             await asyncio.sleep(work_s)
-            self._known.clear()
+            self._counted_keys.clear()
             self.newest = request.step
             self._idle.step_ended()
         numbers = {f"idle_seconds_{why}": spent for why, spent in idle.items()}

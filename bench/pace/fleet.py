@@ -46,9 +46,9 @@ async def populate(order: dict[str, Any], queue: FakeQueue, tasks: asyncio.TaskG
 
 async def _report(members: Any, run_id: str, name: str, failures: Sequence[GroupFailure]) -> None:
     """Reports parked groups to the controller."""
-    found = [to_message(failure, membership_pb2.GroupFailure) for failure in failures]
+    messages = [to_message(failure, membership_pb2.GroupFailure) for failure in failures]
     await members.ReportGroups(
-        membership_pb2.ReportGroupsRequest(run_id=run_id, worker_id=name, failures=found)
+        membership_pb2.ReportGroupsRequest(run_id=run_id, worker_id=name, failures=messages)
     )
 
 

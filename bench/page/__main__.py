@@ -87,7 +87,7 @@ def fill(folder: Path, steps: int) -> None:
                     for row in rows
                 ],
             )
-            told = [event for row in rows for event in _events(row)]
+            events = [event for row in rows for event in _events(row)]
             connection.execute(
                 EVENTS.insert(),
                 [
@@ -97,7 +97,7 @@ def fill(folder: Path, steps: int) -> None:
                         "time": begin + data.get("step", data.get("version", 0)),
                     }
                     | {"type": kind, "message": kind, "data_json": json.dumps(data), "actor": ""}
-                    for index, (kind, data) in enumerate(told)
+                    for index, (kind, data) in enumerate(events)
                 ],
             )
     database.close()
@@ -160,8 +160,10 @@ async def measure(page: Page, address: str, condition: str) -> float:
 
 async def _busy_s(session: Any) -> float:
     """Returns the CPU time of the page's thread so far."""
-    found = await session.send("Performance.getMetrics")
-    (busy,) = (metric["value"] for metric in found["metrics"] if metric["name"] == "TaskDuration")
+    response = await session.send("Performance.getMetrics")
+    (busy,) = (
+        metric["value"] for metric in response["metrics"] if metric["name"] == "TaskDuration"
+    )
     return float(busy)
 
 
@@ -175,7 +177,7 @@ async def main(steps: int, times: int) -> dict[str, Any]:
         page = await context.new_page()
         session = await context.new_cdp_session(page)
         await session.send("Performance.enable", {"timeDomain": "threadTicks"})
-        for name, (part, condition) in VIEWS.items():
+        for name, (query, condition) in VIEWS.items():
             took, scripts_ms, controller_ms = [], [], []
             for _ in range(times):
                 # Another run's view without charts, so that nothing of the measured view is loaded
@@ -184,7 +186,7 @@ async def main(steps: int, times: int) -> dict[str, Any]:
                 await page.wait_for_selector("#panel p")
                 await page.wait_for_timeout(300)
                 cpu_s, page_s = on.cpu_s(), await _busy_s(session)
-                took.append(await measure(page, f"/runs/{RUNS[0]}{part}", condition))
+                took.append(await measure(page, f"/runs/{RUNS[0]}{query}", condition))
                 scripts_ms.append(1000 * (await _busy_s(session) - page_s))
                 controller_ms.append(1000 * (on.cpu_s() - cpu_s))
             figures[name] = {
@@ -211,5 +213,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="short runs; writes no results")
     is_smoke = parser.parse_args().smoke
-    found = asyncio.run(main(200 if is_smoke else 10_000, 2 if is_smoke else 5))
-    report_to(None if is_smoke else RESULTS, found)
+    report = asyncio.run(main(200 if is_smoke else 10_000, 2 if is_smoke else 5))
+    report_to(None if is_smoke else RESULTS, report)

@@ -92,8 +92,8 @@ def main() -> None:
 
         def measured(job: tuple[str, int, list[str]]) -> dict[str, Any]:
             name, seed, settings = job
-            own = folder / f"{name}-{seed}".replace(" ", "").replace(",", "-")
-            entry = train(own, settings, spec)
+            seed_folder = folder / f"{name}-{seed}".replace(" ", "").replace(",", "-")
+            entry = train(seed_folder, settings, spec)
             print(json.dumps({"variant": name, "seed": seed, **entry}), flush=True)
             return {"variant": name, "seed": seed, "settings": settings, **entry}
 
@@ -121,7 +121,7 @@ def train(
     with watched() as processors, running(folder, settings, spec=spec) as process:
         while process.poll() is None and not is_over:
             time.sleep(_POLL_S)
-            evaluated = [int(found[1]) for found in _SCORES.finditer(output_of(folder))]
+            evaluated = [int(match[1]) for match in _SCORES.finditer(output_of(folder))]
             is_over = until is not None and evaluated[-1:] >= [until]
     ended = time.time()
     steps = steps_in(folder)[: evaluated[-1] if is_over else None]
@@ -157,12 +157,12 @@ def train(
 
 def keep(entries: list[dict[str, Any]], results: Path) -> None:
     """Writes entries, replacing former ones with the same variant and seed."""
-    found: dict[str, Any] = read_json(results)
+    report: dict[str, Any] = read_json(results)
     device = device_name()
-    runs = found.setdefault("runs", {})
+    runs = report.setdefault("runs", {})
     for entry in entries:
         runs[f"{entry.pop('variant')}, seed {entry.pop('seed')}"] = {"device": device, **entry}
-    write_json(results, found)
+    write_json(results, report)
 
 
 def _logs(folder: Path) -> str:

@@ -41,7 +41,11 @@ def main() -> None:
     setting = smoke(Setting()) if arguments.smoke else Setting()
     common = [f"algorithm.max_staleness={arguments.lag}"]
     if arguments.smoke:
-        on_cpu = (each for each in ON_CPU if not each.startswith(("trainer.dtype", "validation")))
+        on_cpu = (
+            cpu_setting
+            for cpu_setting in ON_CPU
+            if not cpu_setting.startswith(("trainer.dtype", "validation"))
+        )
         common += [*on_cpu, "model.path=tiny:llama-0.4m", "model.tokenizer=bytes"]
         common.append("data.chat_template=false")
     common += [f"trainer.steps={arguments.steps}"] if arguments.steps else []
@@ -56,24 +60,24 @@ def main() -> None:
 
         def measured(job: tuple[str, int]) -> dict[str, Any]:
             dtype, seed = job
-            own = folder / f"{dtype}-{seed}"
+            seed_folder = folder / f"{dtype}-{seed}"
             settings = [*common, f"trainer.dtype={dtype}", f"seed={seed}"]
-            entry = {"dtype": dtype, "seed": seed, **_measure(own, settings, spec)}
+            entry = {"dtype": dtype, "seed": seed, **_measure(seed_folder, settings, spec)}
             print(json.dumps(entry), flush=True)
             return entry
 
         with ThreadPoolExecutor(len(jobs) if arguments.together else 1) as pool:
             entries = list(pool.map(measured, jobs))
-    found = {
+    report = {
         "device": device_name(),
         "lag": arguments.lag,
         "settings": common,
         "runs": entries,
         "bars": _bars(entries),
     }
-    print(json.dumps(found["bars"], indent=1), flush=True)
+    print(json.dumps(report["bars"], indent=1), flush=True)
     if not arguments.smoke:
-        write_json(arguments.out, found)
+        write_json(arguments.out, report)
 
 
 def _measure(folder: Path, settings: list[str], spec: Path) -> dict[str, Any]:

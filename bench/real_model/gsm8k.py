@@ -92,7 +92,7 @@ def main() -> None:
 
         with ThreadPoolExecutor(len(jobs) if is_shared else 1) as pool:
             entries = {
-                name: run for found in pool.map(measured, jobs) for name, run in found.items()
+                name: run for job_runs in pool.map(measured, jobs) for name, run in job_runs.items()
             }
     runs = entries if arguments.smoke else read_json(arguments.out)["runs"]
     print("\n".join(table(runs)))
@@ -116,16 +116,16 @@ def table(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def bars(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the results of the bars, from means over the seeds of each arm."""
     of_arm = {
-        arm: found
+        arm: arm_runs
         for arm in ARMS
-        if (found := [run for name, run in runs.items() if name.rpartition(", seed ")[0] == arm])
+        if (arm_runs := [run for name, run in runs.items() if name.rpartition(", seed ")[0] == arm])
     }
-    gains = {arm: mean(map(_gain, found)) for arm, found in of_arm.items()}
-    scores = {arm: mean(_score(run) for run in found) for arm, found in of_arm.items()}
+    gains = {arm: mean(map(_gain, arm_runs)) for arm, arm_runs in of_arm.items()}
+    scores = {arm: mean(_score(run) for run in arm_runs) for arm, arm_runs in of_arm.items()}
     seconds = {
         arm: mean(map(_seconds, timed))
-        for arm, found in of_arm.items()
-        if (timed := [run for run in found if "times" not in run])
+        for arm, arm_runs in of_arm.items()
+        if (timed := [run for run in arm_runs if "times" not in run])
     }
     hour = all(run["curve"][-1]["seconds"] <= _MAX_SECONDS for run in runs.values())
     result: dict[str, Any] = {

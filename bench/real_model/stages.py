@@ -40,7 +40,11 @@ def main() -> None:
             return chain(model, folder / str(seed), [f"seed={seed}", *settings])
 
         with ThreadPoolExecutor(len(arguments.seeds) if arguments.together else 1) as pool:
-            entries = [entry for found in pool.map(measured, arguments.seeds) for entry in found]
+            entries = [
+                entry
+                for entries_of_seed in pool.map(measured, arguments.seeds)
+                for entry in entries_of_seed
+            ]
     if not arguments.smoke:
         keep(entries, RESULTS.with_name(f"{RESULTS.stem}-stages.json"))
 
@@ -49,19 +53,23 @@ def chain(model: Path, folder: Path, settings: list[str]) -> list[dict[str, Any]
     """Trains all stages; returns an entry for each."""
     entries = []
     for stage in STAGES:
-        own, spec = folder / stage, EXAMPLES / f"{stage}.yaml"
+        stage_folder, spec = folder / stage, EXAMPLES / f"{stage}.yaml"
         # Only reinforcement learning has groups.
         own_settings = [
             setting for setting in settings if stage == "rl" or "group_size" not in setting
         ]
-        given = [*own_settings, f"model.path={model}"]
-        entry = {"variant": stage, "seed": _seed(settings), **train(own, given, spec)}
+        stage_settings = [*own_settings, f"model.path={model}"]
+        entry = {
+            "variant": stage,
+            "seed": _seed(settings),
+            **train(stage_folder, stage_settings, spec),
+        }
         print(json.dumps(entry), flush=True)
         entries.append(entry)
         if stage != STAGES[-1]:
             model = folder / f"{stage}-model"
-            newest = max(own.glob("run_*/checkpoints/step-*"))
-            export_checkpoint(newest, load_spec(spec, given), model)
+            newest = max(stage_folder.glob("run_*/checkpoints/step-*"))
+            export_checkpoint(newest, load_spec(spec, stage_settings), model)
     return entries
 
 

@@ -113,7 +113,7 @@ def requests(
     return [
         GenerationRequest(
             request_id=f"{name}.{index}",
-            context_ids=tuple((37 * index + place) % vocab for place in range(64)),
+            context_ids=tuple((37 * index + position) % vocab for position in range(64)),
             max_tokens=num_tokens,
             seed=index,
             **values,

@@ -44,7 +44,7 @@ async def _episode(environments: LocalEnvironments, seed: int) -> None:
 
 async def cpu_ms(count: int, repetitions: int) -> float:
     """Returns the median CPU milliseconds of one of ``count`` concurrent episodes."""
-    found = []
+    times_ms = []
     async with local_environments(
         _LOOKING, {}, processes=1, timeout_s=120, wait_s=120
     ) as environments:
@@ -52,8 +52,8 @@ async def cpu_ms(count: int, repetitions: int) -> float:
         for _ in range(repetitions):
             begin = time.process_time()
             await asyncio.gather(*(_episode(environments, seed) for seed in range(count)))
-            found.append(1e3 * (time.process_time() - begin) / count)
-    return round(statistics.median(found), 2)
+            times_ms.append(1e3 * (time.process_time() - begin) / count)
+    return round(statistics.median(times_ms), 2)
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ import psutil
 from bench.report import GrowingReport
 from bench.rollout.episodes_hour import hour
 from bench.rollout.parts import machine_state, run_before_others
-from bench.rollout.served_episodes import Asked, Episodes, Load, TimedEndpoint, milliseconds
+from bench.rollout.served_episodes import Episodes, Load, TimedEndpoint, Turn, milliseconds
 from bench.rollout.tool_agent import PROTOCOLS
 from services.common.http.limits import raise_descriptor_limit
 from services.extras.agents import agent
@@ -80,14 +80,14 @@ async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
         await asyncio.sleep(seconds)
         end, cpu = time.monotonic(), _cpu() - cpu
         waited = {name: now - waited[name] for name, now in _run_queue_s().items()}
-        handled = [each for each in TimedEndpoint.handled if each.begin >= counter]
+        handled = [request for request in TimedEndpoint.handled if request.begin >= counter]
         idle = episodes.engine.stats().idle_seconds - idle
         # The turns of an episode are known only at its end.
         await asyncio.sleep(load.turns * load.sleep_s[1] / 2)
-    turns = [turn for turn in episodes.asked if begin <= turn.sent < end]
-    herd = [turn.received for turn in episodes.asked if turn.is_first and turn.sent < began + 1]
+    turns = [turn for turn in episodes.turns if begin <= turn.sent < end]
+    herd = [turn.received for turn in episodes.turns if turn.is_first and turn.sent < began + 1]
     num_turns = sum(begin <= t[0] < end for spans in episodes.engine.spans.values() for t in spans)
-    num_turns += sum(begin <= turn.begun < end for turn in episodes.asked)
+    num_turns += sum(begin <= turn.begun < end for turn in episodes.turns)
     return {
         "engine": load.engine,
         "protocol": load.protocol,
@@ -96,11 +96,11 @@ async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
         "episodes": load.episodes,
         "turns_per_s": round(num_turns / seconds, 1),
         "overhead_ms": milliseconds([turn.overhead_s for turn in turns]),
-        "handling_ms": milliseconds([each.handling_s for each in handled]),
+        "handling_ms": milliseconds([request.handling_s for request in handled]),
         "to_engine_ms": milliseconds([turn.begun - turn.sent for turn in turns]),
         "cpu_ms_per_turn": round(1e3 * cpu / num_turns, 3),
         "run_queue_ms_per_turn": {
-            name: round(1e3 * each / num_turns, 3) for name, each in waited.items()
+            name: round(1e3 * wait_s / num_turns, 3) for name, wait_s in waited.items()
         },
         "engine_idle_ratio": round(idle / seconds, 4),
         "engine_idle_though_asked_ratio": round(idle_though_asked(turns) / seconds, 4),
@@ -110,11 +110,11 @@ async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
     }
 
 
-def idle_though_asked(asked: Sequence[Asked]) -> float:
+def idle_though_asked(turns: Sequence[Turn]) -> float:
     """Returns the seconds in which the engine was idle although the endpoint had requests."""
     changes = sorted(
         change
-        for turn in asked
+        for turn in turns
         for change in (
             (turn.sent, 1, 0),
             (turn.begun, -1, 1),
@@ -142,8 +142,8 @@ def _run_queue_s() -> dict[str, float]:
 def _waited_s(pid: int) -> float:
     """Returns the time on the run queue of all threads of a process (``sched-stats.rst``)."""
     return sum(
-        1e-9 * int(each.read_text().split()[1])
-        for each in Path(f"/proc/{pid}/task").glob("*/schedstat")
+        1e-9 * int(path.read_text().split()[1])
+        for path in Path(f"/proc/{pid}/task").glob("*/schedstat")
     )
 
 
@@ -177,7 +177,7 @@ def main() -> None:
     if out is None and not arguments.smoke:
         out = Path("bench/results/rollout-episodes.json")
     report = GrowingReport(out, {"smoke": arguments.smoke})
-    found = []
+    loads = []
     numbers = [50] if arguments.smoke else arguments.episodes
     for is_real_time in (False, True) if arguments.real_time else (False,):
         if is_real_time:
@@ -188,8 +188,8 @@ def main() -> None:
                 episodes=number, sleep_s=sleep_s, engine=arguments.engine, protocol=protocol
             )
             seconds = 5.0 if arguments.smoke else arguments.seconds
-            found.append(asyncio.run(measure(load, seconds=seconds)))
-            report.add({"real_time": found})
+            loads.append(asyncio.run(measure(load, seconds=seconds)))
+            report.add({"real_time": loads})
     if not arguments.hour:
         report.finish({})
         return

@@ -85,9 +85,9 @@ async def _grown(load: Load, minutes: int) -> dict[str, Any]:
         num_asked, used = episodes.engine.num_asked, time.process_time()
         for _ in range(minutes):
             await asyncio.sleep(60)
-            turns = [turn for turn in episodes.asked if turn.sent >= begin]
+            turns = [turn for turn in episodes.turns if turn.sent >= begin]
             overheads.update(round(turn.overhead_s, 4) for turn in turns)
-            episodes.asked.clear()
+            episodes.turns.clear()
             sizes.append(process.memory_info().rss / 2**20)
         num_asked, used = episodes.engine.num_asked - num_asked, time.process_time() - used
     return {

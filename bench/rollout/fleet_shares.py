@@ -270,7 +270,7 @@ def summary(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any
     """Compares the loads; each ratio is a median over rounds."""
     sums = {name: [sum(row["tokens_s"]) for row in results[name]] for name in ("one", "four")}
     ratio = statistics.median(
-        four / one for four, one in zip(sums["four"], sums["one"], strict=True)
+        shared / alone for shared, alone in zip(sums["four"], sums["one"], strict=True)
     )
     of_shares = [
         statistics.median(row["tokens_s"][run] / sum(row["tokens_s"]) for row in results["shares"])

@@ -207,7 +207,7 @@ class _Engine:
 
     def __init__(self, steps_per_s: float, max_running: int) -> None:
         self._step_s = 1.0 / steps_per_s
-        self._held: dict[str, list[int]] = {}
+        self._token_counts: dict[str, list[int]] = {}
         """Tokens that were not sent yet, and those that are left, by request."""
         self._is_paused, self._era = False, 0
         self.engine_core = self.input_processor = self.output_processor = self
@@ -237,14 +237,14 @@ class _Engine:
 
     def _step(self) -> list[Any]:
         ready = []
-        for name, counts in [*self._held.items()]:
+        for name, counts in [*self._token_counts.items()]:
             counts[0] += 1
             counts[1] -= 1
             if counts[0] == _BATCH or not counts[1]:
                 ready.append(self._output(name, counts[0], "length" if not counts[1] else None))
                 counts[0] = 0
                 if not counts[1]:
-                    del self._held[name]
+                    del self._token_counts[name]
         return ready
 
     def _output(self, name: str, number: int, reason: str | None) -> Any:
@@ -269,11 +269,11 @@ class _Engine:
         raise error
 
     async def add_request_async(self, request: Any) -> None:
-        self._held[request.request_id] = [0, request.max_tokens]
+        self._token_counts[request.request_id] = [0, request.max_tokens]
 
     async def abort_requests_async(self, names: Sequence[str]) -> None:
         for name in names:
-            self._held.pop(name, None)
+            self._token_counts.pop(name, None)
 
     async def pause_scheduler_async(self, **options: Any) -> None:
         self._is_paused = True

@@ -106,27 +106,27 @@ def main() -> None:
     bench = Bench(arguments.device, repeats=2 if arguments.smoke else arguments.repeats)
     num_tokens, running = (600, (8,)) if arguments.smoke else (10_000, (8, 32, 128))
     name = torch.cuda.get_device_name() if bench.is_cuda else "cpu"
-    found: dict[str, Any] = {"device": name, "dtype": str(bench.dtype), "models": {}}
+    report: dict[str, Any] = {"device": name, "dtype": str(bench.dtype), "models": {}}
     for model, config in shapes(is_large=bench.is_cuda).items():
-        entry = found["models"][model] = {
+        entry = report["models"][model] = {
             **bench.equality(config, num_tokens),
             "decode": {str(count): bench.decoding(config, count) for count in running},
             "prefill": bench.prefill(config),
             "training": bench.training(config),
         }
         print(json.dumps({model: entry}, indent=1), flush=True)
-    entries = found["models"].values()
-    costs = [each["cost"] for entry in entries for each in entry["decode"].values()]
-    found["bars"] = {
+    entries = report["models"].values()
+    costs = [decoding["cost"] for entry in entries for decoding in entry["decode"].values()]
+    report["bars"] = {
         "the logprobs of engine and trainer are equal": all(
             entry["max_difference"] == 0.0 for entry in entries
         ),
         "a decode step takes at most 1.3 times as long": max(costs) <= _MAX_COST,
     }
-    print(json.dumps(found["bars"], indent=1))
+    print(json.dumps(report["bars"], indent=1))
     if not arguments.smoke:
         file = RESULTS / f"rollout-invariant-{'-'.join(name.lower().split())}.json"
-        write_json(file, found)
+        write_json(file, report)
 
 
 class Bench:
@@ -141,18 +141,18 @@ class Bench:
     def equality(self, config: PretrainedConfig, num_tokens: int) -> dict[str, Any]:
         """Returns the differences of the logprobs of engine and trainer."""
         plain, _ = self._difference(config, num_tokens, is_invariant=False)
-        found, count = self._difference(config, num_tokens, is_invariant=True)
-        return {"tokens": count, "max_difference": found, "plain_max_difference": plain}
+        difference, count = self._difference(config, num_tokens, is_invariant=True)
+        return {"tokens": count, "max_difference": difference, "plain_max_difference": plain}
 
     def decoding(self, config: PretrainedConfig, count: int) -> dict[str, float]:
         """Measures decode steps of a number of requests."""
 
         def steps(batch: DecodeBatch) -> Callable[[], object]:
-            given = list(requests(count, tokens=1024, vocabulary=config.vocab_size))
-            batch.admit([replace(each, max_tokens=1024) for each in given])
+            batch_requests = list(requests(count, tokens=1024, vocabulary=config.vocab_size))
+            batch.admit([replace(request, max_tokens=1024) for request in batch_requests])
             return lambda: [batch.step(0) for _ in range(_STEPS)]
 
-        batches = [self._batch(config, is_invariant=each) for each in (False, True)]
+        batches = [self._batch(config, is_invariant=is_invariant) for is_invariant in (False, True)]
         plain, invariant = self._alternately([steps(batch) for batch in batches])
         return {
             "plain_tokens_per_s": round(count * _STEPS / plain, 1),
@@ -164,26 +164,27 @@ class Bench:
         """Measures the prefill of 16 contexts of up to 128 tokens."""
 
         def passes(batch: DecodeBatch) -> Callable[[], object]:
-            given = list(requests(16 * _GROUP, tokens=1, vocabulary=config.vocab_size))
+            batch_requests = list(requests(16 * _GROUP, tokens=1, vocabulary=config.vocab_size))
 
             def admit() -> None:
-                batch.admit(given)
+                batch.admit(batch_requests)
                 batch.abort(None)
 
             return admit
 
-        batches = [self._batch(config, is_invariant=each) for each in (False, True)]
+        batches = [self._batch(config, is_invariant=is_invariant) for is_invariant in (False, True)]
         return _costs(*self._alternately([passes(batch) for batch in batches]))
 
     def training(self, config: PretrainedConfig) -> dict[str, float]:
         """Measures forward and backward passes over packs of eight samples."""
         vocabulary = config.vocab_size
-        given = list(requests(4 * _PER_PACK, tokens=128, vocabulary=vocabulary))
+        pack_requests = list(requests(4 * _PER_PACK, tokens=128, vocabulary=vocabulary))
         generator = torch.Generator().manual_seed(2)
         responses = [
-            torch.randint(2, vocabulary, (each.max_tokens,), generator=generator) for each in given
+            torch.randint(2, vocabulary, (request.max_tokens,), generator=generator)
+            for request in pack_requests
         ]
-        packs = list(self._packs(given, responses))
+        packs = list(self._packs(pack_requests, responses))
 
         def passes(policy: Policy) -> Callable[[], object]:
             def train() -> None:
@@ -193,7 +194,9 @@ class Bench:
 
             return train
 
-        policies = [self._policy(config, is_invariant=each) for each in (False, True)]
+        policies = [
+            self._policy(config, is_invariant=is_invariant) for is_invariant in (False, True)
+        ]
         return _costs(*self._alternately([passes(policy) for policy in policies]))
 
     def _difference(
@@ -202,29 +205,35 @@ class Bench:
         """Returns the max difference, and the number of tokens."""
         batch = self._batch(config, is_invariant=is_invariant)
         waiting = list(requests(num_tokens // 60, tokens=128, vocabulary=config.vocab_size))
-        given = list(waiting)
+        scored_requests = list(waiting)
         results: dict[str, GenerationResult] = {}
         while waiting or len(batch):
             if waiting and len(batch) < 48:
                 batch.admit([waiting.pop() for _ in range(min(5, len(waiting)))])
             results |= dict(batch.step(0))
         policy = self._policy(config, is_invariant=is_invariant)
-        responses = [torch.tensor(results[each.request_id].token_ids) for each in given]
+        responses = [
+            torch.tensor(results[request.request_id].token_ids) for request in scored_requests
+        ]
         with torch.no_grad():
-            scored = [policy(packed)[0].cpu() for packed in self._packs(given, responses)]
-        expected = [value for each in given for value in results[each.request_id].logprobs]
+            scored = [policy(packed)[0].cpu() for packed in self._packs(scored_requests, responses)]
+        expected = [
+            value for request in scored_requests for value in results[request.request_id].logprobs
+        ]
         difference = (torch.cat(scored) - torch.tensor(expected)).abs().max().item()
         _collect()
         return difference, len(expected)
 
     def _packs(
-        self, given: list[GenerationRequest], responses: list[Tensor]
+        self, pack_requests: list[GenerationRequest], responses: list[Tensor]
     ) -> Iterator[PackedTokens]:
-        for start in range(0, len(given), _PER_PACK):
-            part = slice(start, start + _PER_PACK)
+        for start in range(0, len(pack_requests), _PER_PACK):
+            rows = slice(start, start + _PER_PACK)
             yield pack(
-                Jagged.from_list([torch.tensor(each.context_ids).int() for each in given[part]]),
-                Jagged.from_list([each.int() for each in responses[part]]),
+                Jagged.from_list(
+                    [torch.tensor(request.context_ids).int() for request in pack_requests[rows]]
+                ),
+                Jagged.from_list([response.int() for response in responses[rows]]),
                 device=self._device,
                 shares_prefixes=True,
             )
@@ -251,13 +260,13 @@ class Bench:
         """Returns the median seconds of each function."""
         seconds: list[list[float]] = [[] for _ in functions]
         for number in range(_WARM + self._repeats):
-            for function, own in zip(functions, seconds, strict=True):
+            for function, function_seconds in zip(functions, seconds, strict=True):
                 began = self._now()
                 function()
                 if number >= _WARM:
-                    own.append(self._now() - began)
+                    function_seconds.append(self._now() - began)
         _collect()
-        return [median(own) for own in seconds]
+        return [median(function_seconds) for function_seconds in seconds]
 
     def _now(self) -> float:
         if not self.is_cuda:

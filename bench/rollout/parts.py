@@ -46,7 +46,7 @@ def machine_state() -> dict[str, Any]:
     """Returns the cores, the load averages over 1, 5 and 15 minutes, and this process's scheduling."""
     return {
         "cores": os.cpu_count(),
-        "load_average": [round(each, 1) for each in os.getloadavg()],
+        "load_average": [round(load, 1) for load in os.getloadavg()],
         "niceness": os.nice(0),
         "is_real_time": os.sched_getscheduler(0) == os.SCHED_RR,
     }
@@ -83,7 +83,7 @@ def _model(seed: int) -> PreTrainedModel:
 
 
 class _NoReward:
-    async def score(self, given: RewardInput) -> Score:
+    async def score(self, reward_input: RewardInput) -> Score:
         return Score(0.0)
 
 

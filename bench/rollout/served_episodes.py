@@ -57,7 +57,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Turn:
     """A turn; times are seconds of the event loop's clock."""
 
     sent: float
@@ -188,10 +188,10 @@ class _Rows:
 class _Queue:
     """Accepts tensors and stores none."""
 
-    async def put(self, *given: Any, **more: Any) -> KVBatchMeta | None:
+    async def put(self, *arguments: Any, **more: Any) -> KVBatchMeta | None:
         return None
 
-    async def release(self, *given: Any) -> None: ...
+    async def release(self, *arguments: Any) -> None: ...
 
 
 class _Session:
@@ -214,7 +214,7 @@ class Episodes:
 
     def __init__(self, load: Load) -> None:
         self.engine = Watched(_engine(load))
-        self.asked: list[Asked] = []
+        self.turns: list[Turn] = []
         self.failed: list[str] = []
         self.num_ended = 0
         self._load = load
@@ -266,13 +266,13 @@ class Episodes:
         engine: Any = self.engine
         await monitor(session, engine, sampler, publish_wait_s=lambda: 0.0)
 
-    async def score(self, given: RewardInput) -> Score:
+    async def score(self, reward_input: RewardInput) -> Score:
         """Records the agent's measurements."""
-        earned: Any = given.earned
-        spans = self.engine.spans.pop(f"g{given.row['number']}")
+        earned: Any = reward_input.earned
+        spans = self.engine.spans.pop(f"g{reward_input.row['number']}")
         is_fake = self._load.engine == "fake"
-        self.asked += [
-            Asked(
+        self.turns += [
+            Turn(
                 sent=sent,
                 begun=spans[number][0],
                 received=received,
@@ -323,6 +323,8 @@ def _assignment(number: int) -> GroupAssignment:
 def milliseconds(seconds: Sequence[float]) -> Mapping[str, float]:
     """Returns the distribution of values in milliseconds."""
     ordered = sorted(seconds)
-    places = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    quantiles = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     last = len(ordered) - 1
-    return {name: round(1e3 * ordered[int(last * place)], 2) for name, place in places.items()}
+    return {
+        name: round(1e3 * ordered[int(last * quantile)], 2) for name, quantile in quantiles.items()
+    }

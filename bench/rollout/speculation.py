@@ -133,7 +133,10 @@ def p_value(first: Counter[int], second: Counter[int]) -> float:
     shares = [sum(sample.values()) / sum(total.values()) for sample in (first, second)]
     frequent = {token for token, count in total.items() if count * min(shares) >= 5}
     statistic = 0.0
-    rest = [sum(count for t, count in one.items() if t not in frequent) for one in (first, second)]
+    rest = [
+        sum(count for t, count in sampled.items() if t not in frequent)
+        for sampled in (first, second)
+    ]
     cells = [(first[token], second[token]) for token in frequent]
     cells += [(rest[0], rest[1])] if sum(rest) * min(shares) >= 5 else []
     for counts in cells:
@@ -170,10 +173,10 @@ def compared(plain: list[Any], drafted: list[Any]) -> list[float]:
     """
     result: list[float] = []
     prefix: tuple[int, ...] = ()
-    for place in range(_PLACES):
+    for position in range(_PLACES):
         samples = [
-            Counter(tokens[place] for tokens in each if tokens[:place] == prefix)
-            for each in (plain, drafted)
+            Counter(tokens[position] for tokens in responses if tokens[:position] == prefix)
+            for responses in (plain, drafted)
         ]
         result.append(round(p_value(*samples), 4))
         prefix += ((samples[0] + samples[1]).most_common(1)[0][0],)
@@ -182,18 +185,18 @@ def compared(plain: list[Any], drafted: list[Any]) -> list[float]:
 
 async def differences(scorer: Engine, results: Sequence[tuple[Any, GenerationResult]]) -> Any:
     """Compares recorded logprobs with those that an engine computes for the same tokens."""
-    found: list[float] = []
+    errors: list[float] = []
     for request, result in results:
         scores = await scorer.score(request.context_ids + result.token_ids)
-        found += [
+        errors += [
             logprob - other
             for logprob, other in zip(
                 result.logprobs, scores[len(request.context_ids) - 1 :], strict=True
             )
         ]
     return {
-        "mean_difference": abs(statistics.fmean(found)),
-        "mean_absolute": statistics.fmean(map(abs, found)),
+        "mean_difference": abs(statistics.fmean(errors)),
+        "mean_absolute": statistics.fmean(map(abs, errors)),
     }
 
 
@@ -245,7 +248,8 @@ class Bench:
             )
             if others:
                 result["scores"] = [
-                    await differences(engine, each) for each in (result["responses"], others)
+                    await differences(engine, responses)
+                    for responses in (result["responses"], others)
                 ]
         return result
 
@@ -281,7 +285,7 @@ def report_of(plain: Any, drafted: Any) -> dict[str, Any]:
     tail = round(plain["tail_s"] / drafted["tail_s"], 3)
     p_values = compared(plain["drawn"], drafted["drawn"])
     drafts, of_draws = drafted["drafts"], drafted["drafts_of_draws"]
-    own, others = plain["scores"]
+    plain_scores, other_scores = plain["scores"]
     return {
         "distribution": {
             "draws": len(drafted["drawn"]),
@@ -291,8 +295,8 @@ def report_of(plain: Any, drafted: Any) -> dict[str, Any]:
         },
         "logprobs": {
             "sequences": len(drafted["responses"]),
-            "speculative": others,
-            "plain": own,
+            "speculative": other_scores,
+            "plain": plain_scores,
         },
         "speed": speed,
         "tail": {
@@ -306,7 +310,7 @@ def report_of(plain: Any, drafted: Any) -> dict[str, Any]:
         },
         "bars": {
             "p_values >= .001": min(p_values) >= 0.001,
-            "mean_difference <= 1e-3": others["mean_difference"] <= 1e-3,
+            "mean_difference <= 1e-3": other_scores["mean_difference"] <= 1e-3,
             **{f"speedup at {n} >= 1.5": speed[n]["speedup"] >= 1.5 for n in (8,) if n in speed},
             "speedup at most >= .95": speed[max(speed)]["speedup"] >= 0.95,
             "tail >= 1.2": tail >= 1.2,
@@ -370,11 +374,11 @@ async def measure(options: argparse.Namespace) -> None:
     }
     drafted = await bench.measure(speculation, options)
     plain = await bench.measure(None, options, others=drafted["responses"])
-    found = facts | report_of(plain, drafted)
-    print(json.dumps(found, indent=2), flush=True)
+    report = facts | report_of(plain, drafted)
+    print(json.dumps(report, indent=2), flush=True)
     if options.out is not None:
         results = read_json(options.out)
-        write_json(options.out, results | {found["model"]: found})
+        write_json(options.out, results | {report["model"]: report})
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ class _Chat:
 
     def __init__(self, model: str, prompt: str) -> None:
         self._head = json.dumps({"model": model, **self.more()})[:-1].encode()
-        self._said = [json.dumps(each).encode() for each in self.first(prompt)]
+        self._said = [json.dumps(message).encode() for message in self.first(prompt)]
 
     def more(self) -> dict[str, Any]:
         return {"tools": [_TOOL]}

@@ -64,8 +64,8 @@ def main() -> None:
         parser.error(f"no part is called {', '.join(sorted(unknown))}")
     with run_folder(arguments.folder) as folder:
         scaling = Scaling(arguments, folder)
-        for part in arguments.parts or PARTS:
-            getattr(scaling, part)()
+        for name in arguments.parts or PARTS:
+            getattr(scaling, name)()
         scaling.report()
 
 
@@ -129,7 +129,7 @@ class Scaling:
             "colocated synchronous": replace(apart, trainer_gpus=gpus, placement="colocated"),
         }
         for arm, cell in cells.items():
-            self._host.run([cell], lambda one, env, arm=arm: self._measure_arm(arm, one, env))  # type: ignore[misc]
+            self._host.run([cell], lambda cells, env, arm=arm: self._measure_arm(arm, cells, env))  # type: ignore[misc]
 
     def weights(self) -> None:
         """Measures transfers between several ranks and several replicas."""
@@ -286,11 +286,11 @@ class Scaling:
         rest = {"model": cell.model, "role": role, "predicted_step_s": predicted_step_s}
         self._keep("cells", str(cell), {**rest, **entry})
 
-    def _keep(self, part: str, name: str, entry: Mapping[str, Any]) -> None:
+    def _keep(self, section: str, name: str, entry: Mapping[str, Any]) -> None:
         """Adds an entry, prints it and writes all results so far."""
         with self._lock:
-            self._results.setdefault(part, {})[name] = entry
-            print(f"{part}: {name}: {json.dumps(entry)}", flush=True)
+            self._results.setdefault(section, {})[name] = entry
+            print(f"{section}: {name}: {json.dumps(entry)}", flush=True)
             if self._out is not None:
                 write_json(self._out, self._results)
 

@@ -60,7 +60,7 @@ def planned_splits(
         path = folder / f"rates-{cell.model}.json"
         path.write_text(json.dumps(rates))
         options += ["--rates", str(path)]
-    overrides = [part for setting in settings for part in ("--set", setting)]
+    overrides = [option for setting in settings for option in ("--set", setting)]
     command = [sys.executable, "-m", "services.cli.main", "plan", str(spec), *options, *overrides]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if done.returncode:

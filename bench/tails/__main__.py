@@ -95,23 +95,23 @@ def main() -> None:
     results.pop("unfinished", None)
     report = GrowingReport(out, results)
     if not arguments.served_only:
-        found = {}
+        simulations = {}
         for name, setting in settings(is_small=arguments.smoke):
-            found[name] = simulate(setting)
-            report.add({"simulated": found})
+            simulations[name] = simulate(setting)
+            report.add({"simulated": simulations})
         for lag in (1, 4):
-            partial, other = (found[f"lag {lag}{rest}"] for rest in ("", ", not partial"))
+            partial, other = (simulations[f"lag {lag}{rest}"] for rest in ("", ", not partial"))
             times = partial["samples_per_s"] / other["samples_per_s"]
-            found[f"lag {lag}, times"] = round(times, 2)
-            found[f"lag {lag}, times, without masked tokens"] = round(
+            simulations[f"lag {lag}, times"] = round(times, 2)
+            simulations[f"lag {lag}, times, without masked tokens"] = round(
                 times * (1 - partial["masked"]), 2
             )
-        report.add({"simulated": found, "two_hours": simulate(TWO_HOURS)})
+        report.add({"simulated": simulations, "two_hours": simulate(TWO_HOURS)})
     if not arguments.simulated_only:
         tokens, versions = (3_000, 6) if arguments.smoke else (100_000, 22)
-        with tempfile.TemporaryDirectory() as place:
+        with tempfile.TemporaryDirectory() as temporary:
             served = measure(
-                arguments.folder or Path(place),
+                arguments.folder or Path(temporary),
                 tokens=tokens,
                 versions=versions,
                 kills=1 if arguments.smoke else 3,

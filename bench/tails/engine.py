@@ -20,7 +20,7 @@ class Caches:
 
     def __init__(self) -> None:
         self.after_updates = self.after_kills = self.elsewhere = 0
-        self._held: list[dict[str, int]] = []
+        self._caches: list[dict[str, int]] = []
         self._last: dict[str, dict[str, int]] = {}
         self._times: Counter[tuple[str, int]] = Counter()
 
@@ -36,30 +36,30 @@ class Caches:
 
     def join(self) -> dict[str, int]:
         """Returns the cache of a new engine: tokens by member."""
-        self._held.append({})
-        return self._held[-1]
+        self._caches.append({})
+        return self._caches[-1]
 
-    def leave(self, held: dict[str, int]) -> None:
+    def leave(self, cache: dict[str, int]) -> None:
         """Removes an engine with its cache."""
-        self._held = [one for one in self._held if one is not held]
+        self._caches = [other for other in self._caches if other is not cache]
 
-    def go_on(self, member: str, held: dict[str, int], *, needed: int, version: int) -> int:
+    def go_on(self, member: str, cache: dict[str, int], *, needed: int, version: int) -> int:
         """Returns, and counts, those of a response's ``needed`` tokens that an engine has not cached."""
-        here = min(needed, held.get(member, 0))
-        there = min(needed, max(one.get(member, 0) for one in self._held))
+        here = min(needed, cache.get(member, 0))
+        there = min(needed, max(other.get(member, 0) for other in self._caches))
         self.elsewhere += max(0, there - here)
         gone = needed - max(there, here)
-        if any(one is self._last.get(member) for one in self._held):
+        if any(other is self._last.get(member) for other in self._caches):
             self.after_updates += gone
         else:
             self.after_kills += gone
-        self._last[member] = held
+        self._last[member] = cache
         self._times[member, version] += needed > here
         return needed - here
 
-    def update(self, tokens: Mapping[str, int], held: dict[str, int], *, version: int) -> int:
+    def update(self, tokens: Mapping[str, int], cache: dict[str, int], *, version: int) -> int:
         """Counts that an engine recomputes these members and evicts all others; returns the tokens."""
-        held.clear()
+        cache.clear()
         total = sum(tokens.values())
         self.after_updates += total
         self._times.update((member, version) for member in tokens)
@@ -84,22 +84,22 @@ class CachingEngine(FakeEngine):
         super().__init__(**others)
         self._recomputes = kv_policy == "recompute"
         self._prefill_tokens_per_s = prefill_tokens_per_s
-        self._caches, self._held = caches, caches.join()
+        self._caches, self._cache = caches, caches.join()
 
     def lose_cache(self) -> None:
         """Discards the cache, as the end of a process does."""
-        self._caches.leave(self._held)
+        self._caches.leave(self._cache)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Computes the missing part of the response so far, then decodes."""
         member = _member(request)
         missing = self._caches.go_on(
-            member, self._held, needed=request.draw_offset, version=self._weight_version
+            member, self._cache, needed=request.draw_offset, version=self._weight_version
         )
         if missing:
             await asyncio.sleep(missing / self._prefill_tokens_per_s)
         result = await super().generate(request)
-        self._held[member] = request.draw_offset + len(result.token_ids)
+        self._cache[member] = request.draw_offset + len(result.token_ids)
         return result
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Any]) -> float:
@@ -107,13 +107,13 @@ class CachingEngine(FakeEngine):
         await self.pause()
         stall_s = 0.0
         if self._recomputes:
-            made = await self.peek()
-            running = [(self._running[name].request, result) for name, result in made.items()]
+            results = await self.peek()
+            running = [(self._running[name].request, result) for name, result in results.items()]
             tokens = {
                 _member(request): request.draw_offset + len(result.token_ids)
                 for request, result in running
             }
-            num_tokens = self._caches.update(tokens, self._held, version=version)
+            num_tokens = self._caches.update(tokens, self._cache, version=version)
             stall_s = num_tokens / self._prefill_tokens_per_s
             await asyncio.sleep(stall_s)
         return stall_s + await super().adopt_weights(version, tensors)

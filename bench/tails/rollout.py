@@ -44,7 +44,7 @@ class Tokenizer:
 
 
 class _Reward:
-    async def score(self, given: RewardInput) -> Score:
+    async def score(self, reward_input: RewardInput) -> Score:
         return Score(0.0)
 
 
@@ -145,7 +145,12 @@ class SimulatedRollout:
         """Returns the tokens of the groups that this rollout generates."""
         running = await self.engine.peek()
         progress = [group.progress(running) for group in self.sampler._groups.values()]  # noqa: SLF001
-        return sum(len(t.token_ids) for one in progress for m in one.values() for t in m.turns)
+        return sum(
+            len(t.token_ids)
+            for group_progress in progress
+            for m in group_progress.values()
+            for t in m.turns
+        )
 
     async def _report(self, failures: Sequence[Failure]) -> None:
         await self._report_failures(

@@ -132,15 +132,15 @@ def _ledger(state: Path) -> dict[str, int]:
 
 def _step(state: Path) -> int:
     """Returns the newest committed step."""
-    found = _read(state, "SELECT max(step) FROM steps WHERE is_committed")
-    return int(found[0][0] or 0) if found else 0
+    rows = _read(state, "SELECT max(step) FROM steps WHERE is_committed")
+    return int(rows[0][0] or 0) if rows else 0
 
 
 def _holder(state: Path) -> str:
     """Returns the rollout that generates the long response; empty between two attempts and at the end."""
     running = "sequence = 0 AND state IN ('leased', 'generating')"
-    found = _read(state, f"SELECT worker_id FROM prompts WHERE {running}")
-    return str(found[0][0]) if found else ""
+    rows = _read(state, f"SELECT worker_id FROM prompts WHERE {running}")
+    return str(rows[0][0]) if rows else ""
 
 
 def _read(state: Path, statement: str) -> list[Any]:
@@ -168,7 +168,7 @@ def _cut_off(process: "subprocess.Popen[bytes]") -> None:
     if process.poll() is not None:
         return
     root = psutil.Process(process.pid)
-    for each in (*root.children(recursive=True), root):
+    for member in (*root.children(recursive=True), root):
         with suppress(psutil.NoSuchProcess):
-            each.kill()
+            member.kill()
     process.wait()

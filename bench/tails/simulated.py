@@ -36,7 +36,7 @@ from services.wire.controller import GroupFailure
 from services.wire.workers import GroupAssignment
 
 _ROWS = 1_000_000
-_Made = tuple[int, Sample]
+_SeedAndSample = tuple[int, Sample]
 """A sample and its seed."""
 
 
@@ -95,18 +95,18 @@ class SimulatedRun:
         self._leave, self._choosing = asyncio.Event(), asyncio.Lock()
         self._offered = asyncio.Event()
         self._version = self._published = 0
-        self._found: dict[str, list[_Made]] = {}
+        self._samples: dict[str, list[_SeedAndSample]] = {}
         self._staleness: list[int] = []
         self._masked = 0
-        self._trained: list[_Made] = []
+        self._trained: list[_SeedAndSample] = []
         self._ends: list[float] = []
 
     async def publish(
         self, assignment: GroupAssignment, prompt: Prompt, samples: list[Sample]
     ) -> None:
         """Stores a group, as a rollout does."""
-        found = self._found.setdefault(assignment.group_id, [])
-        found += zip(assignment.seeds, samples, strict=True)
+        samples_of_group = self._samples.setdefault(assignment.group_id, [])
+        samples_of_group += zip(assignment.seeds, samples, strict=True)
         self._queue.put(assignment, prompt, samples)
 
     async def run(self) -> dict[str, Any]:
@@ -148,9 +148,9 @@ class SimulatedRun:
             batch = self._ledger.in_state(GroupState.TRAINING)
             for group in batch:
                 self._staleness.append(self._version - group.oldest_version)
-                made = self._found.pop(group.group_id)
-                self._trained += made
-                self._masked += sum(self._num_stale(sample) for _, sample in made)
+                group_samples = self._samples.pop(group.group_id)
+                self._trained += group_samples
+                self._masked += sum(self._num_stale(sample) for _, sample in group_samples)
             self._ledger.consume(batch)
             await self._generation.release(batch)
             self._version += 1
@@ -253,7 +253,7 @@ class SimulatedRun:
         first = min(setting.lag + 1, setting.steps // 2)
         seconds = self._ends[-1] - self._ends[first - 1]
         num_samples = (setting.steps - first) * setting.groups_per_step * setting.group_size
-        engines = [one.engine for one in (*self._rollouts.values(), *self._killed)]
+        engines = [rollout.engine for rollout in (*self._rollouts.values(), *self._killed)]
         sampled = sum(engine.stats().tokens_total for engine in engines)
         caches = self._caches
         samples = [sample for _, sample in self._trained]
@@ -276,7 +276,7 @@ class SimulatedRun:
             "reasons": self._ledger.reasons(),
             "trained": len(samples),
             "longest": max(lengths),
-            "wrong": sum(not self._is_right(*made) for made in self._trained),
+            "wrong": sum(not self._is_right(*seed_and_sample) for seed_and_sample in self._trained),
             "over_the_bound": round(
                 sum(staleness > setting.lag for staleness in self._staleness)
                 / len(self._staleness),
@@ -296,7 +296,11 @@ class SimulatedRun:
 
     async def _num_unfinished(self) -> int:
         """Returns the tokens of groups that are not trained yet, each counted once."""
-        total = sum(len(s.response_ids) for made in self._found.values() for _, s in made)
+        total = sum(
+            len(s.response_ids)
+            for group_samples in self._samples.values()
+            for _, s in group_samples
+        )
         for group in self._ledger.in_state(GroupState.PARTIAL):
             total += self._progress.num_tokens(group.group_id)
         for rollout in self._rollouts.values():
@@ -306,10 +310,10 @@ class SimulatedRun:
     def _is_right(self, seed: int, sample: Sample) -> bool:
         """Returns True if a response has its expected tokens, despite failures, and increasing versions."""
         setting = self.setting
-        wanted, most = setting.lengths.length(seed), setting.max_tokens
-        places = np.arange(min(wanted, most), dtype=np.int64)
-        tokens = (2 + seed % 256 * 31 + places) % 256
-        if wanted <= most:
+        length, most = setting.lengths.length(seed), setting.max_tokens
+        positions = np.arange(min(length, most), dtype=np.int64)
+        tokens = (2 + seed % 256 * 31 + positions) % 256
+        if length <= most:
             tokens[-1] = 1
         versions = sample.sampled_versions
         return np.array_equal(tokens, sample.response_ids) and versions == sorted(versions)

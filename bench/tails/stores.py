@@ -52,7 +52,7 @@ class MemoryQueue:
 
     def _meta(self, stored: Mapping[str, Mapping[str, Any]]) -> KVBatchMeta:
         names = next(iter(stored.values()), {})
-        tags = {name: tuple(one[name] for one in stored.values()) for name in names}
+        tags = {name: tuple(entry[name] for entry in stored.values()) for name in names}
         return KVBatchMeta(partition_id=self._partition, keys=tuple(stored), tags=tags)
 
 

@@ -233,7 +233,10 @@ def measure_exactness(scale: Scale, device: torch.device) -> dict[str, Any]:
         "logprob_packed_vs_float32": (actual, truth),
         "logprob_usual_vs_float32": (usual, truth),
     }
-    differences = {name: (one - other).abs() for name, (one, other) in pairs.items()}
+    differences = {
+        name: (actual_values - expected_values).abs()
+        for name, (actual_values, expected_values) in pairs.items()
+    }
     return {
         f"{name}_{kind}": getattr(difference, kind)().item()
         for name, difference in differences.items()
@@ -243,13 +246,13 @@ def measure_exactness(scale: Scale, device: torch.device) -> dict[str, Any]:
 
 def per_sequence(model: PreTrainedModel, samples: Samples) -> Tensor:
     """Returns logprobs of all response tokens, from one Hugging Face forward pass per sequence."""
-    found = []
+    row_logprobs = []
     for prompt, response in zip(samples.prompts.unbind(), samples.responses.unbind(), strict=True):
         ids = torch.cat([prompt, response]).to(model.device)
         logits = model(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
         logprobs = torch.log_softmax(logits, -1)
-        found.append(logprobs.gather(1, ids[len(prompt) :, None]).squeeze(1))
-    return torch.cat(found)
+        row_logprobs.append(logprobs.gather(1, ids[len(prompt) :, None]).squeeze(1))
+    return torch.cat(row_logprobs)
 
 
 def measure_logits_memory(scale: Scale, device: torch.device) -> dict[str, Any]:
@@ -301,12 +304,12 @@ def save(row: dict[str, Any], *, is_smoke: bool) -> None:
     if is_smoke:
         return
     rows = read_json(RESULTS, [])
-    rows = [known for known in rows if known["ranks"] != row["ranks"]] + [row]
-    one = next((known for known in rows if known["ranks"] == 1), None)
-    for known in rows:
-        if one is not None:
-            known["speedup_over_one_rank"] = known["tokens_per_s"] / one["tokens_per_s"]
-    write_json(RESULTS, sorted(rows, key=lambda known: known["ranks"]))
+    rows = [old_row for old_row in rows if old_row["ranks"] != row["ranks"]] + [row]
+    single = next((old_row for old_row in rows if old_row["ranks"] == 1), None)
+    for old_row in rows:
+        if single is not None:
+            old_row["speedup_over_one_rank"] = old_row["tokens_per_s"] / single["tokens_per_s"]
+    write_json(RESULTS, sorted(rows, key=lambda row: row["ranks"]))
 
 
 if __name__ == "__main__":

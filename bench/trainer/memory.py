@@ -61,7 +61,7 @@ def main() -> None:
             rounds=2,
         )
     common = {"dtype": "bfloat16" if on_gpu else "float32", "compile": on_gpu}
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "torch": torch.__version__,
         **common,
@@ -74,12 +74,12 @@ def main() -> None:
         if arguments.only not in (None, name):
             continue
         if time.monotonic() - begin > arguments.limit_s:
-            found["ways"][name] = {"not_measured": "out of time"}
+            report["ways"][name] = {"not_measured": "out of time"}
         else:
-            found["ways"][name] = _tried(scale, {**common, **way}, device)
-        print(name, json.dumps(found["ways"][name]), flush=True)
+            report["ways"][name] = _tried(scale, {**common, **way}, device)
+        print(name, json.dumps(report["ways"][name]), flush=True)
     if not arguments.smoke and arguments.only is None:
-        write_json(RESULTS, found)
+        write_json(RESULTS, report)
 
 
 def _tried(scale: Scale, trainer: dict[str, Any], device: torch.device) -> dict[str, Any]:

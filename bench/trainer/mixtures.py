@@ -33,7 +33,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available() and not arguments.smoke
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     scale = _scale(arguments.layers, is_smoke=arguments.smoke)
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "torch": torch.__version__,
         "layers": scale.config.num_hidden_layers,
@@ -46,8 +46,8 @@ def main() -> None:
         if arguments.smoke
         else arguments.tokens,
     }
-    found |= trainer | _measure(scale, trainer, device)
-    report_to(None if arguments.smoke else RESULTS, found)
+    report |= trainer | _measure(scale, trainer, device)
+    report_to(None if arguments.smoke else RESULTS, report)
 
 
 def _measure(scale: Scale, trainer: dict[str, Any], device: torch.device) -> dict[str, Any]:

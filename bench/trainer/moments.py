@@ -57,13 +57,13 @@ def gradients(kind: str, steps: int) -> list[Tensor]:
 
 def trained(name: str, steps: Sequence[Tensor], *, shards: int = 1) -> tuple[Tensor, float]:
     """Returns the weights after all steps, and the largest change of one in a step in learning rates."""
-    weights = [nn.Parameter(part.clone()) for part in torch.zeros(_SHAPE).chunk(shards)]
+    weights = [nn.Parameter(shard.clone()) for shard in torch.zeros(_SHAPE).chunk(shards)]
     optimizer = OPTIMIZERS[name](weights)
     largest = 0.0
     for gradient in steps:
         before = [weight.detach().clone() for weight in weights]
-        for weight, part in zip(weights, gradient.chunk(shards), strict=True):
-            weight.grad = part.clone()
+        for weight, shard_gradient in zip(weights, gradient.chunk(shards), strict=True):
+            weight.grad = shard_gradient.clone()
         optimizer.step()
         changes = zip(weights, before, strict=True)
         moved = max(float((weight.detach() - old).abs().max()) for weight, old in changes)
@@ -75,16 +75,18 @@ def measured(steps: int) -> dict[str, Any]:
     """Trains with every optimizer and every kind of gradients."""
     result: dict[str, Any] = {"torchao": version("torchao"), "torch": torch.__version__}
     for kind in ("equal", "unequal", "rare"):
-        given = gradients(kind, steps)
-        exact, _ = trained("float32", given)
+        step_gradients = gradients(kind, steps)
+        exact, _ = trained("float32", step_gradients)
         for name in ("slipstream", "torchao"):
-            weights, largest = trained(name, given)
-            whole, _ = trained(name, given[:10])
+            weights, largest = trained(name, step_gradients)
+            whole, _ = trained(name, step_gradients[:10])
             result[f"{kind}/{name}"] = {
                 "error": round(float((weights - exact).abs().mean() / exact.abs().mean()), 4),
                 "largest_step": round(largest, 2),
                 "equal_bits": {
-                    str(shards): torch.equal(whole, trained(name, given[:10], shards=shards)[0])
+                    str(shards): torch.equal(
+                        whole, trained(name, step_gradients[:10], shards=shards)[0]
+                    )
                     for shards in _SHARDS
                 },
             }

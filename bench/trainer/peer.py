@@ -166,7 +166,7 @@ class _Sides:
                 if turn:  # the first one warms up
                     seconds[way].append(spent)
         work = ours.work(samples)
-        found: dict[str, dict[str, Any]] = {
+        figures: dict[str, dict[str, Any]] = {
             way: {
                 "step_s": median(seconds[way]),
                 "steps_s": seconds[way],
@@ -189,9 +189,9 @@ class _Sides:
             "divided_micro_batches": ours.num_divided,
             # CPU seconds per step.
             "packing_s": {"ours": _seconds(ours.pack), "trl": _seconds(theirs.packed)},
-            **found,
-            "speedup": found["trl"]["step_s"] / found["ours"]["step_s"],
-            "speedup_over_packed": found["trl_packed"]["step_s"] / found["ours"]["step_s"],
+            **figures,
+            "speedup": figures["trl"]["step_s"] / figures["ours"]["step_s"],
+            "speedup_over_packed": figures["trl_packed"]["step_s"] / figures["ours"]["step_s"],
             "agreement": _agreement(
                 ours.logprobs(), theirs.logprobs(), sums, dtype=self._spec.trainer.dtype
             ),
@@ -228,7 +228,7 @@ class _OurStep:
         self._runner = StepRunner(engine, reference=None, spec=spec)
         heard: list[tuple[Samples, Tensor]] = []
         # Not a method, so that the runner and its moments are freed with this step.
-        self._runner.on_trained = lambda part, logprobs: heard.append((part, logprobs))
+        self._runner.on_trained = lambda batch, logprobs: heard.append((batch, logprobs))
         self._spec = spec
         self._ranks = topology.data
         self._cost = cost
@@ -292,11 +292,11 @@ class _OurStep:
 
     def logprobs(self) -> Tensor:
         """Returns ``[R]`` the logprobs of the last step, before its update, in the order of the samples."""
-        found: dict[int, Tensor] = {}
-        for part, logprobs in self._heard:
-            own = logprobs.cpu().split(part.responses.lengths.tolist())
-            found |= dict(zip(part.rows.tolist(), own, strict=True))
-        return torch.cat([found[row] for row in sorted(found)])
+        logprobs_of_row: dict[int, Tensor] = {}
+        for batch, logprobs in self._heard:
+            row_logprobs = logprobs.cpu().split(batch.responses.lengths.tolist())
+            logprobs_of_row |= dict(zip(batch.rows.tolist(), row_logprobs, strict=True))
+        return torch.cat([logprobs_of_row[row] for row in sorted(logprobs_of_row)])
 
 
 def _timed(

@@ -59,22 +59,24 @@ def explain(work: Callable[[], Any], device: torch.device) -> dict[str, float]:
         work()
         torch.cuda.synchronize(device)
     kernels = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
-    found: dict[str, float] = {}
+    spent_s: dict[str, float] = {}
     spans = []
     for kernel in kernels:
         span = kernel.time_range
         spans.append((span.start, span.end))
         for name in (_kind(kernel.name), f"kernel {kernel.name[:70]}"):
-            found[name] = found.get(name, 0.0) + (span.end - span.start) / 1e6
+            spent_s[name] = spent_s.get(name, 0.0) + (span.end - span.start) / 1e6
     busy, end = 0.0, min(start for start, _ in spans)
     first = end
     for start, stop in sorted(spans):
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    found["idle"] = (end - first - busy) / 1e6
-    longest = sorted((n for n in found if n.startswith("kernel ")), key=lambda n: -found[n])[:25]
-    kinds = [name for name in found if not name.startswith("kernel ")]
-    return {name: found[name] for name in (*kinds, *longest)}
+    spent_s["idle"] = (end - first - busy) / 1e6
+    longest = sorted((n for n in spent_s if n.startswith("kernel ")), key=lambda n: -spent_s[n])[
+        :25
+    ]
+    kinds = [name for name in spent_s if not name.startswith("kernel ")]
+    return {name: spent_s[name] for name in (*kinds, *longest)}
 
 
 def _kind(name: str) -> str:

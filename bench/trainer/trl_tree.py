@@ -149,13 +149,13 @@ class TrlStep:
 
     def logprobs(self) -> Tensor:
         """Returns ``[R]`` the logprobs of the last step, before its update, in the order of the samples."""
-        found: dict[int, Tensor] = {}
+        logprobs_of_row: dict[int, Tensor] = {}
         for batch, values in self._heard:
             terms = values.cpu()[batch.inputs["token_index"].flatten()]
             owners = batch.inputs["segment_id"].flatten()
-            for place, number in enumerate(batch.numbers):
-                found[number] = terms[owners == place]
-        return torch.cat([found[number] for number in sorted(found)])
+            for index, number in enumerate(batch.numbers):
+                logprobs_of_row[number] = terms[owners == index]
+        return torch.cat([logprobs_of_row[number] for number in sorted(logprobs_of_row)])
 
     def _forward(self, batch: Batch, **inputs: Any) -> Any:
         outputs = self._model(**inputs)
@@ -228,7 +228,7 @@ def _samples(samples: Samples, advantages: Tensor, groups: Tensor) -> Iterator[d
         advantages.split(lengths),
         strict=True,
     )
-    for number, (prompt, response, logprobs, own) in enumerate(parts):
+    for number, (prompt, response, logprobs, token_advantages) in enumerate(parts):
         nothing = torch.zeros(len(prompt))
         yield {
             "number": number,
@@ -236,7 +236,7 @@ def _samples(samples: Samples, advantages: Tensor, groups: Tensor) -> Iterator[d
             "input_ids": torch.cat([prompt, response]).long(),
             "completion_mask": torch.cat([nothing, torch.ones(len(response))]).long(),
             "old_log_probs": torch.cat([nothing, logprobs]),
-            "advantage": float(own[0]),
+            "advantage": float(token_advantages[0]),
             "metrics": {},
         }
 
@@ -258,7 +258,7 @@ def _attention(
     assert causal, "TRL asks for attention to later tokens"
     if not query.is_cuda:
         return _exact_attention(query, key, value, cu_queries, cu_keys, scale=softmax_scale)
-    query, key, value = (each.contiguous() for each in (query, key, value))
+    query, key, value = (tensor.contiguous() for tensor in (query, key, value))
     if flash.is_here() and query.shape[-1] in flash.HEAD_SIZES:
         return flash.flash_attention(
             query,
@@ -296,7 +296,7 @@ def _exact_attention(
 ) -> Tensor:
     """Returns the same on any device, sequence by sequence and without windows."""
     parts = []
-    bounds = (pairwise(each.tolist()) for each in (cu_queries, cu_keys))
+    bounds = (pairwise(cumulative_lengths.tolist()) for cumulative_lengths in (cu_queries, cu_keys))
     for (begin, end), (first, last) in zip(*bounds, strict=True):
         q, k, v = (
             states.transpose(0, 1)[None]

@@ -64,8 +64,8 @@ def _report(
     for result in results.values():
         for row, measures in result.items():
             for name, value in measures.items():
-                known = rows.setdefault(row, {})
-                known[name] = max(known.get(name, 0.0), value)
+                earlier = rows.setdefault(row, {})
+                earlier[name] = max(earlier.get(name, 0.0), value)
     gigabytes, raw_ms = rows["ours"]["gb"], rows["raw"]["ms"]
     device = torch.cuda.get_device_name(0) if use_gpu else "cpu"
     setting = f"{arguments.model} {arguments.sources}+{arguments.receivers} {device}"

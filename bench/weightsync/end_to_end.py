@@ -76,8 +76,8 @@ async def measure(options: Any) -> dict[str, float]:
         for process in processes:
             process.start()
         try:
-            found = [await asyncio.to_thread(members.get, timeout=300) for _ in processes]
-            return await _rounds(options, store, dict(found))
+            reports = [await asyncio.to_thread(members.get, timeout=300) for _ in processes]
+            return await _rounds(options, store, dict(reports))
         finally:
             for process in processes:
                 process.kill()
@@ -108,16 +108,16 @@ async def _rounds(options: Any, store: Any, ports: dict[str, int]) -> dict[str, 
     digests = {store.get(key) for key in keys}
     await session.close()
     assert len(digests) == 1, "a rollout's weights are not the trainer's"
-    kept = reports[options.warm_up :]
+    counted_reports = reports[options.warm_up :]
     return {
-        "gb": kept[0].num_bytes / 1e9,
-        "total_p50_ms": 1000 * statistics.median(r.total_s for r in kept),
-        "total_max_ms": 1000 * max(r.total_s for r in kept),
-        "prepare_p50_ms": 1000 * statistics.median(r.prepare_s for r in kept),
-        "transfer_p50_ms": 1000 * statistics.median(r.transfer_s for r in kept),
-        "adopt_p50_ms": 1000 * statistics.median(r.adopt_s for r in kept),
-        "check_p50_ms": 1000 * statistics.median(r.check_s for r in kept),
-        "stall_p50_ms": 1000 * statistics.median(r.stall_s for r in kept),
+        "gb": counted_reports[0].num_bytes / 1e9,
+        "total_p50_ms": 1000 * statistics.median(r.total_s for r in counted_reports),
+        "total_max_ms": 1000 * max(r.total_s for r in counted_reports),
+        "prepare_p50_ms": 1000 * statistics.median(r.prepare_s for r in counted_reports),
+        "transfer_p50_ms": 1000 * statistics.median(r.transfer_s for r in counted_reports),
+        "adopt_p50_ms": 1000 * statistics.median(r.adopt_s for r in counted_reports),
+        "check_p50_ms": 1000 * statistics.median(r.check_s for r in counted_reports),
+        "stall_p50_ms": 1000 * statistics.median(r.stall_s for r in counted_reports),
         "tokens": sum(int(store.get(f"tokens/{i}")) for i in range(len(rollouts))),
     }
 

@@ -153,8 +153,8 @@ async def _serve_rollout(
         tokens = engine.stats().tokens_total
         store.set(f"tokens/{number}", str(tokens))
         await engine.pause()
-        found = await asyncio.to_thread(_digest, model.named_parameters())
-        store.set(f"digest/rollout-{number}", found)
+        digest = await asyncio.to_thread(_digest, model.named_parameters())
+        store.set(f"digest/rollout-{number}", digest)
         await asyncio.Event().wait()
 
 

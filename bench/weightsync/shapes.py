@@ -59,6 +59,6 @@ _FUSED = {
 
 def fused_name(name: str) -> str:
     """Returns the name of the engine's parameter that contains a tensor."""
-    for part, fused in _FUSED.items():
-        name = name.replace(f".{part}.", f".{fused}.")
+    for module, fused_module in _FUSED.items():
+        name = name.replace(f".{module}.", f".{fused_module}.")
     return name

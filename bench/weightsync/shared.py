@@ -84,18 +84,18 @@ def main() -> None:
     members = [queue.get(timeout=600)[1] for _ in processes]
     for process in processes:
         process.join(30)
-    found = {
+    report = {
         way: {name: round(max(member[way].get(name, 0.0) for member in members), 2) for name in row}
         for way, row in (members[0] | members[1]).items()
     }
-    for row in found.values():
+    for row in report.values():
         row["total_ms"] = round(sum(row.get(phase, 0.0) for phase in _PHASES), 2)
     device = torch.cuda.get_device_name(0) if use_gpu else "cpu"
     setting = f"{arguments.model} on one {device}"
-    print(json.dumps({setting: found}, indent=1))
+    print(json.dumps({setting: report}, indent=1))
     if not arguments.smoke:
         results = read_json(RESULTS)
-        write_json(RESULTS, results | {setting: found})
+        write_json(RESULTS, results | {setting: report})
 
 
 if __name__ == "__main__":

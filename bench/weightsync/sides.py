@@ -165,6 +165,6 @@ def broadcast_packed(
         )
         channel.broadcast(flat).wait()
         if not is_source:
-            for target, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-                target.copy_(part.view_as(target))
+            for target, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                target.copy_(values.view_as(target))
         bucket, size = [], 0
