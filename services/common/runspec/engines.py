@@ -35,15 +35,13 @@ class EngineKind:
     gpu_arguments: Sequence[str] = ()
     """Arguments whose product is the number of GPUs of one rollout."""
     shared_gpu_arguments: Mapping[str, str] = field(default_factory=dict)
-    """Arguments among ``gpu_arguments`` that need no GPUs if another argument is set, with the name
-    of that one."""
+    """Those of ``gpu_arguments`` that need no GPUs if another argument is set, each with that one's name."""
     replica_argument: str = ""
     """The one of ``gpu_arguments`` for data parallelism: each part holds all weights."""
     stage_argument: str = ""
     """The one of ``gpu_arguments`` for pipeline parallelism: each part holds some layers."""
     heads_argument: str | None = None
-    """The one of ``gpu_arguments`` for tensor parallelism: each part holds some heads of each
-    layer."""
+    """The one of ``gpu_arguments`` for tensor parallelism: each part holds some heads of all layers."""
     memory_argument: str | None = None
     """Argument with the fraction of a GPU's memory that the engine takes."""
     memory_excludes_working: bool = False
@@ -74,6 +72,8 @@ class EngineKind:
     weights leave the trainer through host memory."""
     takes_adapters: bool = False
     """True if the engine adds LoRA adapters to its own base weights; otherwise the rollout merges them."""
+    takes_images: bool = False
+    """True if servers of a remote engine take images."""
     most_running: int = 1024
     """Upper bound of the default of ``rollout.max_running_samples``."""
     is_writable: bool = False
@@ -87,8 +87,7 @@ class EngineKind:
     reports_top_logprobs: bool = False
     """True if the engine reports the most likely tokens, with their logprobs, in place of each token."""
     sleeps: bool = False
-    """True if the engine can release its GPU memory temporarily (``topology.placement:
-    colocated``)."""
+    """True if the engine can release its GPU memory temporarily (``topology.placement: colocated``)."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that the engine reads on import; those that are already set are kept."""
     process_modules: Sequence[str] = ()

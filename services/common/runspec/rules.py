@@ -1088,7 +1088,7 @@ def _elsewhere(spec: RunSpec) -> Iterator[str]:
             spec.rollout.routing_replay != "off",
             "'off'",
         ),
-        "model.images": ("true", spec.model.images, "false"),
+        "model.images": ("true", spec.model.images and not engine_kind(name).takes_images, "false"),
         "data.model_inputs_column": (
             spec.data.model_inputs_column,
             spec.data.model_inputs_column is not None,

@@ -445,7 +445,8 @@ class RunSpec(SpecPart):
     @property
     def adds_adapters(self) -> bool:
         """True if the rollout engine adds the adapters that it receives to its own base weights."""
-        return self.sends_adapters and engine_kind(self.rollout.engine).takes_adapters
+        is_able = engine_kind(self.rollout.engine).takes_adapters and not self.model.images
+        return is_able and self.sends_adapters
 
     @property
     def is_rewarded(self) -> bool:

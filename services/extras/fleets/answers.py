@@ -7,6 +7,8 @@ from starlette.requests import Request
 
 _MAX_BODY_BYTES: Final = 64 << 20
 """Max bytes of a request in JSON: the list of a model's tensors."""
+MAX_GROUP_BYTES: Final = 1 << 30
+"""Max bytes of a group's request with the images of its prompts."""
 
 
 class RefusedError(Exception):
@@ -23,7 +25,7 @@ class RefusedError(Exception):
         self.message = message
 
 
-async def read_body(request: Request) -> dict[str, Any]:
+async def read_body(request: Request, *, max_bytes: int = _MAX_BODY_BYTES) -> dict[str, Any]:
     """Reads the JSON object that a request contains.
 
     Raises:
@@ -32,8 +34,8 @@ async def read_body(request: Request) -> dict[str, Any]:
     content = bytearray()
     async for chunk in request.stream():
         content += chunk
-        if len(content) > _MAX_BODY_BYTES:
-            raise RefusedError(413, f"the request has more than {_MAX_BODY_BYTES} bytes")
+        if len(content) > max_bytes:
+            raise RefusedError(413, f"the request has more than {max_bytes} bytes")
     try:
         body = json.loads(content)
     except ValueError as error:

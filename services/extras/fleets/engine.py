@@ -183,6 +183,8 @@ class FleetBackend:
     async def score(
         self, name: str, token_ids: Sequence[int], model_inputs: ModelInputs | None = None
     ) -> tuple[float, ...]:
+        if model_inputs is not None and model_inputs.tensors:
+            raise ValueError(f"{self.capabilities.name} scores texts without images only")
         return await self.fleet.score(token_ids)
 
     async def sleep(self) -> None:

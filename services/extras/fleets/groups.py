@@ -5,12 +5,15 @@ milliseconds, and each batch of its tokens for a fraction of one.
 """
 
 import asyncio
+import base64
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
+
+import torch
 
 from services.extras.external_engine.request_segments import Segment, TokenChunk
 from services.extras.fleets.client import (
@@ -21,12 +24,15 @@ from services.extras.fleets.client import (
 )
 from services.extras.fleets.events import check_status, ended_early, malformed, read_lines
 from services.extras.fleets.protocol import TOKEN_LINES
+from services.wire.data.model_inputs import ModelInputs
 
 _GATHER_S: Final = 0.003
 """Time for which the first segment of a group waits for others."""
 _MAX_SEGMENTS: Final = 64
 _MAX_TOKENS: Final = 1 << 20
 """Max tokens of the contexts of a group, which bounds the bytes of its request."""
+_MAX_IMAGE_BYTES: Final = 1 << 26
+"""Bytes of images after which no further segment joins a group."""
 
 
 Cut = Callable[[str, list[int]], Awaitable[None]]
@@ -34,11 +40,16 @@ Cut = Callable[[str, list[int]], Awaitable[None]]
 
 
 class TokenGroups:
-    """Gathers the segments of one session with a server."""
+    """Gathers the segments of one session with a server.
 
-    def __init__(self, server: FleetServer, cut: Cut) -> None:
+    Args:
+        dtype: Name of the engine's dtype, which pixels of images have.
+    """
+
+    def __init__(self, server: FleetServer, cut: Cut, *, dtype: str) -> None:
         self._server = server
         self._cut = cut
+        self._dtype = dtype
         self._newest: _TokenGroup | None = None
 
     async def read(
@@ -62,7 +73,7 @@ class TokenGroups:
         """
         group = self._newest
         if group is None or not group.takes(segment):
-            group = self._newest = _TokenGroup(self._server, self._cut)
+            group = self._newest = _TokenGroup(self._server, self._cut, self._dtype)
         return await group.read(segment, on_begin, on_chunk)
 
 
@@ -76,14 +87,17 @@ class _Member:
 class _TokenGroup:
     """One request and its response."""
 
-    def __init__(self, server: FleetServer, cut: Cut) -> None:
+    def __init__(self, server: FleetServer, cut: Cut, dtype: str) -> None:
         self._server = server
         self._cut = cut
+        self._dtype = dtype
         self._name = uuid.uuid4().hex
         self._members: dict[int, _Member] = {}
         """Segments without a last token, by number."""
         self._bodies: dict[int, Mapping[str, Any]] = {}
-        self._num_segments = self._num_tokens = 0
+        self._images: dict[str, ModelInputs] = {}
+        """Images of the segments' prompts by digest."""
+        self._num_segments = self._num_tokens = self._image_bytes = 0
         self._is_closed = False
         """True once no further segment can join."""
         self._unwanted: list[int] = []
@@ -96,6 +110,7 @@ class _TokenGroup:
     def takes(self, segment: Segment) -> bool:
         num_tokens = self._num_tokens + len(segment.context_ids)
         has_space = not self._bodies or num_tokens <= _MAX_TOKENS
+        has_space &= self._image_bytes < _MAX_IMAGE_BYTES
         return not self._is_closed and self._num_segments < _MAX_SEGMENTS and has_space
 
     async def read(
@@ -108,6 +123,7 @@ class _TokenGroup:
         number, self._num_segments = self._num_segments, self._num_segments + 1
         self._num_tokens += len(segment.context_ids)
         self._bodies[number] = self._server.body(segment)
+        self._add_images(segment.request.model_inputs)
         ended: asyncio.Future[TokenChunk] = asyncio.get_running_loop().create_future()
         self._members[number] = _Member(on_begin, on_chunk, ended)
         try:
@@ -115,6 +131,11 @@ class _TokenGroup:
         finally:
             if self._members.pop(number, None) is not None:
                 self._leave(number)
+
+    def _add_images(self, images: ModelInputs | None) -> None:
+        if images is not None and images.tensors and images.digest not in self._images:
+            self._images[images.digest] = images
+            self._image_bytes += sum(tensor.nbytes for tensor in images.tensors.values())
 
     def _leave(self, number: int) -> None:
         """Ends a segment whose reader has gone."""
@@ -141,7 +162,10 @@ class _TokenGroup:
             await asyncio.sleep(_GATHER_S)
             self._is_closed = True
             bodies, self._bodies = self._bodies, {}
-            await self._exchange({"group": self._name, "requests": [*bodies.items()]})
+            body: dict[str, Any] = {"group": self._name, "requests": [*bodies.items()]}
+            if self._images:
+                body["model_inputs"] = await asyncio.to_thread(_encoded, self._images, self._dtype)
+            await self._exchange(body)
             self._fail(ended_early(self._server))
         except Exception as error:  # noqa: BLE001 -- it is raised where the segments are awaited
             self._fail(error)
@@ -183,6 +207,16 @@ class _TokenGroup:
             member.ended.set_exception(ServerFailedError(failure))
         else:
             member.ended.set_result(chunk)
+
+
+def _encoded(images: Mapping[str, ModelInputs], dtype: str) -> dict[str, str]:
+    """Encodes images by their digests, with pixels of the engine's dtype."""
+    texts = {}
+    for digest, inputs in images.items():
+        pixels = inputs.tensors["pixel_values"].to(getattr(torch, dtype))
+        encoded = ModelInputs.from_values({**inputs.tensors, "pixel_values": pixels}).encoded
+        texts[digest] = base64.b64encode(encoded.numpy().data).decode()
+    return texts
 
 
 def read_token_line(line: bytes) -> tuple[int, TokenChunk]:

@@ -78,6 +78,7 @@ KIND: Final = FleetKind(
     harmless_arguments=frozenset({"addresses", "fleet", "token", "max_model_len"}),
     is_remote=True,
     takes_adapters=True,
+    takes_images=True,
     length_argument="max_model_len",
     why_unquantized="its servers decide the precision of their products",
 )

@@ -17,6 +17,7 @@ import httpx
 import torch
 from transformers import PretrainedConfig
 
+from services.common.models.vision import checkpoint_config
 from services.common.runspec.engines import ENGINES
 from services.extras.fleets.serve import as_options, server_command, server_environment
 from services.rollout.engines.engine_config import cached_config_folder, write_sglang_config
@@ -149,7 +150,7 @@ class LocalVllm(LocalServer):
     engine = "vllm-server"
 
     def write_config(self, config: PretrainedConfig, folder: Path) -> Path:
-        return cached_config_folder(config, folder)
+        return cached_config_folder(checkpoint_config(config), folder)
 
     def command(self, model: Path, options: Sequence[str]) -> list[str]:
         arguments = (

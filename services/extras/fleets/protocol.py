@@ -14,7 +14,9 @@ TOKEN_LINES: Final = "application/x-slipstream-tokens"  # noqa: S105 -- a conten
 """Content type of a response to the requests of a group: one JSON list a line, with the number of a request,
 token ids, their logprobs, pairs of a weight version and its number of tokens, the number of cached tokens of
 the context, and the finish reason or null. The client names it in ``Accept``, and sends ``group``, a unique
-name, and ``requests``, pairs of a number and what vLLM takes as a request. A server whose description has
+name, and ``requests``, pairs of a number and what vLLM takes as a request. A request with images names
+their digest in ``model_inputs``, and ``model_inputs`` of the group has the tensors by digest, in safetensors'
+format and base64. A server whose description has
 ``sends_token_lines`` has it; any other one answers single requests as vLLM does. Such a response goes on when
 a version is replaced."""
 PREFIX: Final = "/slipstream/v1"

@@ -3,6 +3,7 @@
 It takes the options of ``vllm serve`` and adds those that a fleet needs (docs/fleets.md).
 """
 
+import argparse
 import importlib.util
 import json
 import os
@@ -23,6 +24,9 @@ from services.extras.vllm.kind import CAPTURED_SIZES, CORES_FOR_TWO_PROCESSES
 
 _MODULE: Final = "vllm.entrypoints.openai.api_server"
 _OF_FURTHER_HOST: Final = "services.extras.fleets.headless"
+_WITH_IMAGES: Final = "services.extras.fleets.image_server"
+MAX_IMAGES: Final = "--max-images"
+_IMAGE_TOKENS: Final = "--max-image-tokens"
 OPTIONS: Final = (
     *("--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION),
     *("--scheduler-cls", SCHEDULER, "--stream-interval", "16"),
@@ -55,12 +59,31 @@ def server_command(options: Sequence[str], *, is_cpu: bool) -> list[str]:
     """Returns the command line of a server.
 
     Args:
-        options: Options of ``vllm serve``, which take precedence.
+        options: Options of ``vllm serve``, which take precedence, and ``--max-images`` with
+            ``--max-image-tokens`` for a model that takes images.
         is_cpu: True for vLLM's CPU build.
     """
+    parser = argparse.ArgumentParser(prog="serve", add_help=False, allow_abbrev=False)
+    parser.add_argument(MAX_IMAGES, type=int)
+    parser.add_argument(_IMAGE_TOKENS, type=int)
+    limits, options = parser.parse_known_args(options)
+    if (limits.max_images is None) != (limits.max_image_tokens is None):
+        parser.error(f"{MAX_IMAGES} and {_IMAGE_TOKENS} belong together; set both for images")
     of_device = _of_cpu(options) if is_cpu else _of_gpu()
-    module = _OF_FURTHER_HOST if "--headless" in options else _MODULE
-    return [sys.executable, "-m", module, *OPTIONS, token_option(), *of_device, *options]
+    module = server_module(options)
+    of_images: tuple[str, ...] = ()
+    if limits.max_images is not None:
+        module = _WITH_IMAGES
+        of_images = (MAX_IMAGES, str(limits.max_images), str(limits.max_image_tokens))
+    return [
+        *(sys.executable, "-m", module, *OPTIONS, token_option()),
+        *(*of_device, *of_images, *options),
+    ]
+
+
+def server_module(options: Sequence[str]) -> str:
+    """Returns the module that serves text with these options."""
+    return _OF_FURTHER_HOST if "--headless" in options else _MODULE
 
 
 def _of_cpu(options: Sequence[str]) -> list[str]:
@@ -88,9 +111,9 @@ def as_options(arguments: Mapping[str, Any]) -> list[str]:
     """Returns the options of a command line for arguments of an engine."""
     options: list[str] = []
     for name, value in arguments.items():
-        options.append(f"--{name.replace('_', '-')}")
-        if value is not True:
-            options.append(str(value))
+        options.append(f"--{'no-' if value is False else ''}{name.replace('_', '-')}")
+        if not isinstance(value, bool):
+            options.append(json.dumps(value) if isinstance(value, Mapping) else str(value))
     return options
 
 

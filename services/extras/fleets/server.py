@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.extras.fleets.adapters import AdapterSession, SharedServer
-from services.extras.fleets.answers import RefusedError, read_body
+from services.extras.fleets.answers import MAX_GROUP_BYTES, RefusedError, read_body
 from services.extras.fleets.direct.links import WorkerLinks
 from services.extras.fleets.direct.messages import LOAD_METHOD
 from services.extras.fleets.hosts import EngineHosts
@@ -53,6 +53,7 @@ from services.extras.fleets.protocol import (
 from services.extras.fleets.uploads import Upload
 from services.extras.fleets.vllm_adapters import VllmAdapters
 from services.extras.fleets.vllm_tokens import VllmTokens
+from services.extras.vllm.kind import MAX_IMAGE_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -427,7 +428,7 @@ class FleetMember:
         """
         tokens = self._find_tokens(request)
         if tokens is not None and request.headers.get("accept") == TOKEN_LINES:
-            body = await read_body(request)
+            body = await read_body(request, max_bytes=MAX_GROUP_BYTES)
             self._check_version(request)
             await tokens.respond(body, receive, send)
             return
@@ -554,6 +555,7 @@ def describe_engine(config: Any, arguments: Any) -> dict[str, Any]:
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     text = model.hf_text_config
+    max_image_tokens = int(getattr(getattr(model, "hf_config", None), MAX_IMAGE_TOKENS, 0))
     return {
         "max_model_len": int(model.max_model_len),
         "vocab_size": int(text.vocab_size),
@@ -562,6 +564,10 @@ def describe_engine(config: Any, arguments: Any) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "logprobs_mode": str(getattr(model, "logprobs_mode", "raw_logprobs")),
         "head_dtype": str(model.head_dtype).removeprefix("torch."),
+        "max_images": (
+            int(model.multimodal_config.get_limit_per_prompt("image")) if max_image_tokens else 0
+        ),
+        "max_image_tokens": max_image_tokens,
         "kv_capacity_tokens": int((cache.num_gpu_blocks or 0) * cache.block_size),
         "max_num_seqs": int(config.scheduler_config.max_num_seqs),
         "data_parallel_size": int(parallel.data_parallel_size),

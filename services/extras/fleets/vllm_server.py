@@ -35,6 +35,7 @@ from services.extras.fleets.protocol import (
     GROUP,
     LOAD,
     LOAD_TIMEOUT_S,
+    SCHEDULER,
     SESSION_HEADER,
     STATE,
     TOKEN_LINES,
@@ -43,7 +44,7 @@ from services.extras.fleets.protocol import (
 )
 from services.extras.fleets.weights import BUCKET_BYTES, FleetWeights
 from services.rollout.engines.base import EngineCapabilities
-from services.rollout.engines.engine_config import EngineConfig
+from services.rollout.engines.engine_config import EngineConfig, ImageLimits
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def build(config: EngineConfig) -> FleetEngine:
         stop_texts=True,
         truncation=False,
         seeds=config.is_reproducible,
+        model_inputs=config.images is not None,
     )
     make_server: Callable[..., FleetServer] = VllmServer
     if config.adds_adapters:
@@ -132,7 +134,8 @@ class VllmServer(FleetServer):
             self.note_process(str(answer["instance"]))
             self._session = str(answer["session"])
             sends_lines = bool(self._engine.get("sends_token_lines")) and not self._shares
-            self.token_groups = TokenGroups(self, self._cut) if sends_lines else None
+            dtype = str(self._engine.get("dtype"))
+            self.token_groups = TokenGroups(self, self._cut, dtype=dtype) if sends_lines else None
 
     def problems(self, config: EngineConfig) -> Iterator[str]:
         engine = self._engine
@@ -156,6 +159,8 @@ class VllmServer(FleetServer):
         for name, (value, fix) in fixes.items():
             if engine.get(name) != value:
                 yield f"{name} is {engine.get(name)!r}; start vLLM with {fix}"
+        if config.images is not None:
+            yield from self._image_problems(config.images)
         longest = int(text.max_position_embeddings)
         num_needed = min(longest, config.arguments.get("max_model_len", longest))
         try:
@@ -170,6 +175,19 @@ class VllmServer(FleetServer):
                 f"max_model_len is {num_supported}, but the run's requests may have {num_needed} tokens; "
                 f"raise --max-model-len, or set rollout.engine_arguments.max_model_len to {num_supported}"
             )
+
+    def _image_problems(self, limits: ImageLimits) -> Iterator[str]:
+        engine = self._engine
+        needed = {"max_images": limits.max_images, "max_image_tokens": limits.max_tokens}
+        if any(int(engine.get(name) or 0) < value for name, value in needed.items()):
+            has = {name: engine.get(name, 0) for name in needed}
+            yield (
+                f"it takes images up to {has}, but the run needs {needed}; start it by "
+                f"services.extras.fleets.serve with --max-images {limits.max_images} --max-image-tokens "
+                f"{limits.max_tokens}"
+            )
+        elif self.token_groups is None:
+            yield f"it takes images only with its own scheduler; start vLLM with --scheduler-cls {SCHEDULER}"
 
     async def check(self) -> None:
         self._take(await self._call("GET", STATE))
@@ -297,13 +315,16 @@ class VllmServer(FleetServer):
         }
         if self.draws_by_seed:
             parameters["seed"] = segment_seed(request.seed, segment.draw_offset)
-        return {
+        body = {
             "token_ids": segment.context_ids,
             "sampling_params": parameters,
             "stream": True,
             # Blocks of an earlier session may be those of other weights.
             "cache_salt": f"{self.session}.{segment.cache_salt}",
         }
+        if (images := request.model_inputs) is not None and images.tensors:
+            body["model_inputs"] = images.digest
+        return body
 
     def read_events(self, segment: Segment) -> ReadEvent:
         return self._chunk

@@ -7,16 +7,20 @@ under the new weights, with caches that are computed again.
 """
 
 import asyncio
+import base64
 import itertools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self
 
+import torch
 from starlette.types import Receive, Send
 
+from services.common.errors import DataLossError
 from services.extras.fleets.answers import RefusedError
 from services.extras.fleets.protocol import REQUESTS, SCHEDULER, TOKEN_LINES
+from services.wire.data.model_inputs import ModelInputs
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,9 @@ _START: Final = {
     "headers": [(b"content-type", TOKEN_LINES.encode()), (b"cache-control", b"no-store")],
 }
 _NO_VERSION: Final = -1
+
+ImageConverter = Callable[[Sequence[int], ModelInputs], Mapping[str, Any]]
+"""Returns the entries of vLLM's input for token ids and the images of their prompt."""
 
 
 class VllmTokens:
@@ -46,6 +53,8 @@ class VllmTokens:
         self._versions = [_NO_VERSION]
         """Weight version of each era."""
         self._ending: set[asyncio.Future[None]] = set()
+        self._image_inputs: ImageConverter | None = getattr(engine, "image_inputs", None)
+        """Converts images to vLLM's inputs; None before the first one. Engines that stand for vLLM set it."""
         processor = engine.output_processor
         self._process_others = processor.process_outputs
         self._fail_others = processor.propagate_error
@@ -139,13 +148,16 @@ class VllmTokens:
             raise RefusedError(400, f"the group has no form: {error!r}") from error
         if group in self._groups or not bodies:
             raise RefusedError(400, f"group {group!r} is empty, or its name is not unique")
+        images = await asyncio.to_thread(_decoded_images, body.get("model_inputs") or {})
         requests = {}
         for number, content in bodies.items():
-            requests[number] = self._request(f"{REQUESTS}{next(self._numbers)}", content)
+            requests[number] = self._request(f"{REQUESTS}{next(self._numbers)}", content, images)
             await asyncio.sleep(0)  # tokens of others are passed on meanwhile
         return group, requests
 
-    def _request(self, name: str, body: Mapping[str, Any]) -> Any:
+    def _request(
+        self, name: str, body: Mapping[str, Any], images: Mapping[str, ModelInputs]
+    ) -> Any:
         """Returns vLLM's form of a request. Raises RefusedError."""
         try:
             # Engines that stand for vLLM have parameters of their own.
@@ -154,11 +166,21 @@ class VllmTokens:
             prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": [*body["token_ids"]]}
             if body.get("cache_salt"):
                 prompt["cache_salt"] = str(body["cache_salt"])
+            if digest := body.get("model_inputs"):
+                prompt |= self._converter()(prompt["prompt_token_ids"], images[digest])
             return self._engine.input_processor.process_inputs(
                 name, prompt, parameters, ("generate",)
             )
         except (LookupError, TypeError, ValueError) as error:
             raise RefusedError(400, f"vLLM does not accept the request: {error}") from error
+
+    def _converter(self) -> ImageConverter:
+        if self._image_inputs is None:
+            from services.extras.vllm.images import ImageInputs  # only a server has vLLM
+
+            model = self._engine.vllm_config.model_config
+            self._image_inputs = ImageInputs(model.hf_config, model.dtype).of
+        return self._image_inputs
 
     def _process(self, outputs: Sequence[Any], *arguments: Any, **options: Any) -> Any:
         """Passes outputs to their streams, and those of other requests to vLLM."""
@@ -227,6 +249,21 @@ class _TokenStream:
             await self._arrived.wait()
         outputs, self._outputs = self._outputs, []
         return [] if self._has_left else outputs
+
+
+def _decoded_images(encoded: Mapping[str, str]) -> dict[str, ModelInputs]:
+    """Decodes the images of a group by their digests. Raises RefusedError."""
+    try:
+        return {
+            str(digest): ModelInputs.from_encoded(
+                torch.frombuffer(
+                    bytearray(base64.b64decode(data, validate=True)), dtype=torch.uint8
+                )
+            )
+            for digest, data in encoded.items()
+        }
+    except (AttributeError, DataLossError, TypeError, ValueError) as error:
+        raise RefusedError(400, f"the images cannot be decoded: {error}") from error
 
 
 async def _client_gone(receive: Receive) -> None:

@@ -45,7 +45,7 @@ from services.extras.external_engine.request_segments import (
     segment_seed,
     top_table,
 )
-from services.extras.vllm.images import MAX_IMAGE_TOKENS, ImageInputs
+from services.extras.vllm.images import ImageInputs, image_arguments
 from services.extras.vllm.kind import CAPTURED_SIZES, CORES_FOR_TWO_PROCESSES
 from services.extras.vllm.process import EngineContext
 from services.extras.vllm.versions import prepare_speculation
@@ -61,7 +61,6 @@ from services.rollout.engines.base import (
 )
 from services.rollout.engines.engine_config import (
     EngineConfig,
-    ImageLimits,
     cached_config_folder,
 )
 from services.wire.data.model_inputs import ModelInputs
@@ -433,7 +432,8 @@ class VllmBackend:
             per_request += self._config.speculation.tokens
             arguments["speculative_config"] = speculative_config(self._config.speculation)
         if self._config.images is not None:
-            arguments |= self._image_arguments(self._config.images)
+            limits = self._config.images
+            arguments |= image_arguments(limits.max_images, limits.max_tokens)
         arguments["compilation_config"] = {
             "cudagraph_capture_sizes": captured_sizes(self._config.max_running, per_request)
         }
@@ -471,19 +471,6 @@ class VllmBackend:
         if self._config.top_logprobs > _DEFAULT_MAX_LOGPROBS:
             arguments["max_logprobs"] = self._config.top_logprobs
         return arguments
-
-    def _image_arguments(self, limits: ImageLimits) -> dict[str, Any]:
-        head = {"head_dtype": "float32"}
-        arguments = {
-            "limit_mm_per_prompt": {"image": limits.max_images, "video": 0},
-            "hf_overrides": {**head, "text_config": head, MAX_IMAGE_TOKENS: limits.max_tokens},
-            # Requests contain processed images with their digests.
-            "mm_processor_cache_gb": 0,
-            "mm_device_do_normalize": False,
-            "skip_mm_profiling": True,
-        }
-        names = {field.name for field in fields(AsyncEngineArgs)}
-        return {name: value for name, value in arguments.items() if name in names}
 
     async def _ask(
         self,

@@ -7,6 +7,7 @@ processes of an engine import it.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -17,11 +18,33 @@ from vllm.multimodal.processing import BaseMultiModalProcessor
 from vllm.renderers import BaseRenderer
 from vllm.v1.core.sched import output
 
+from services.extras.vllm.kind import MAX_IMAGE_TOKENS
+
 if TYPE_CHECKING:
     from services.wire.data.model_inputs import ModelInputs
 
-MAX_IMAGE_TOKENS = "slipstream_max_image_tokens"
-"""Key of the model's configuration in vLLM: max tokens of one image."""
+
+def image_arguments(max_images: int, max_tokens: int) -> dict[str, Any]:
+    """Returns arguments of vLLM for a model that takes images.
+
+    Args:
+        max_images: Max images of one prompt.
+        max_tokens: Max tokens of one image.
+    """
+    # The engine's further processes do not need it.
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    head = {"head_dtype": "float32"}
+    arguments = {
+        "limit_mm_per_prompt": {"image": max_images, "video": 0},
+        "hf_overrides": {**head, "text_config": head, MAX_IMAGE_TOKENS: max_tokens},
+        # Requests contain processed images with their digests.
+        "mm_processor_cache_gb": 0,
+        "mm_device_do_normalize": False,
+        "skip_mm_profiling": True,
+    }
+    names = {field.name for field in fields(AsyncEngineArgs)}
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 def _max_tokens_per_item(*arguments: Any, **keywords: Any) -> Mapping[str, int]:

@@ -13,6 +13,8 @@ CAPTURED_SIZES: Final = (
 """Numbers of tokens for which vLLM captures CUDA graphs, up to twice the slots of most runs, because a step
 without a graph launches each layer's kernels one by one. All runs have the same list: vLLM compiles a model
 again if it differs, which takes half a minute, and a graph takes less than 0.1 s."""
+MAX_IMAGE_TOKENS: Final = "slipstream_max_image_tokens"
+"""Key of the model's configuration in vLLM: max tokens of one image."""
 
 KIND: Final = EngineKind(
     adapter="services.extras.vllm.adapter:build",

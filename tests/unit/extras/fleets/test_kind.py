@@ -65,6 +65,23 @@ def test_what_servers_do_not_have_is_refused_with_the_fix(
     assert message in str(raised.value)
 
 
+IMAGES = {"model": {"path": "Qwen/Qwen2.5-VL-3B-Instruct", "images": True}}
+
+
+@pytest.mark.parametrize("trainer", [{}, {"lora": {"rank": 4, "sync": "adapter"}}])
+def test_vllms_servers_take_images_with_whole_weights(trainer: dict[str, Any]) -> None:
+    spec = parse_spec(changed(**_changes() | IMAGES | {"trainer": trainer}))
+    assert spec.model.images and not spec.adds_adapters
+
+
+def test_images_are_refused_for_sglangs_servers() -> None:
+    with pytest.raises(SpecError) as raised:
+        parse_spec(changed(**_changes(engine="sglang-server") | IMAGES))
+    assert "model.images is true, which engine 'sglang-server' does not support" in str(
+        raised.value
+    )
+
+
 DIRECT = {"weight_sync": {"mode": "servers"}}
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.extras.fleets.serve import server_command, token_option
+from services.extras.fleets.serve import as_options, server_command, token_option
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,33 @@ def test_workers_of_a_further_host_have_the_options_of_the_server() -> None:
     further = server_command(["--model", "m", *group, "--headless"], is_cpu=True)
     assert further[2] == "services.extras.fleets.headless" != server[2]
     assert [*server[3:], "--headless"] == further[3:]
+
+
+def test_a_server_with_images_starts_as_one_without_but_for_their_limits() -> None:
+    limits = ["--max-images", "4", "--max-image-tokens", "128"]
+    text = server_command(["--model", "m"], is_cpu=True)
+    images = server_command(["--model", "m", *limits], is_cpu=True)
+    assert images[2] == "services.extras.fleets.image_server" != text[2]
+    start = images.index("--max-images")
+    assert images[start : start + 3] == ["--max-images", "4", "128"]
+    # The user's options come last, so that they take precedence.
+    assert images[3:start] + images[start + 3 :] == text[3:]
+
+
+def test_one_limit_of_images_without_the_other_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        server_command(["--model", "m", "--max-images", "4"], is_cpu=True)
+    assert "--max-images and --max-image-tokens belong together" in capsys.readouterr().err
+
+
+def test_arguments_of_an_engine_are_options_of_a_command_line() -> None:
+    arguments = {"skip_mm_profiling": True, "mm_normalize": False, "limit": {"image": 4}, "size": 2}
+    assert as_options(arguments) == [
+        *("--skip-mm-profiling", "--no-mm-normalize"),
+        *("--limit", '{"image": 4}', "--size", "2"),
+    ]
 
 
 @pytest.mark.parametrize(

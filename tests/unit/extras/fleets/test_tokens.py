@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -20,9 +21,13 @@ from services.extras.fleets import stream as stream_module
 from services.extras.fleets.engine import FleetEngine
 from services.extras.fleets.groups import read_token_line
 from services.extras.fleets.protocol import CUT, GENERATE, LOAD, SCHEDULER
+from services.extras.fleets.vllm_server import build
 from services.extras.fleets.vllm_tokens import VllmTokens
+from services.extras.vllm.kind import MAX_IMAGE_TOKENS
 from services.rollout.engines.base import GenerationResult
-from tests.helpers.engines import request, until
+from services.rollout.engines.engine_config import ImageLimits
+from services.wire.data.model_inputs import ModelInputs
+from tests.helpers.engines import request, running, until
 from tests.unit.extras.fleets.servers import (
     TOKEN,
     FakeEngine,
@@ -30,6 +35,7 @@ from tests.unit.extras.fleets.servers import (
     application,
     attached,
     attached_engine,
+    engine_config,
 )
 
 MANY = 1000
@@ -356,6 +362,114 @@ async def test_a_group_has_a_bounded_number_of_context_tokens(
         _allow(server, MANY)
         await asyncio.gather(*tasks)
         assert server.num_groups == 2
+
+
+def _images(value: float) -> ModelInputs:
+    return ModelInputs.from_values(
+        {
+            "pixel_values": torch.full((4, 6), value),
+            "image_grid_thw": torch.tensor([[1, 2, 2]]),
+            "image_places": torch.tensor([[0, 0]]),
+        }
+    )
+
+
+@asynccontextmanager
+async def _serving_images() -> AsyncIterator[tuple[TokenServer, FleetEngine]]:
+    """Yields a server whose engine takes images, as its requests show, and the engine that attached."""
+    server = TokenServer()
+    await server.start()
+    server.engine.image_inputs = lambda token_ids, images: {  # type: ignore[attr-defined]
+        "pixels": images.tensors["pixel_values"].tolist()
+    }
+    config = replace(engine_config([server], []), images=ImageLimits(max_images=2, max_tokens=4))
+    model = server.engine.vllm_config.model_config
+    model.hf_config = SimpleNamespace(**{MAX_IMAGE_TOKENS: 4})
+    model.multimodal_config = SimpleNamespace(get_limit_per_prompt={"image": 2}.get)
+    try:
+        engine = build(config)
+        async with running(engine), asyncio.timeout(30):
+            await until(lambda: len(engine.backend.fleet.attached) == 1, poll_s=0.005)
+            yield server, engine
+    finally:
+        await server.close()
+
+
+async def test_images_of_a_group_travel_once_to_each_of_its_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(groups_module, "_GATHER_S", 0.5)
+    sent: list[dict[str, Any]] = []
+    exchange = groups_module._TokenGroup._exchange
+
+    async def record(group: Any, body: Any) -> None:
+        sent.append(body)
+        await exchange(group, body)
+
+    monkeypatch.setattr(groups_module._TokenGroup, "_exchange", record)
+    async with _serving_images() as (server, engine):
+        await _adopt(engine, 1, 0.5)
+        _allow(server, MANY)
+        inputs = [_images(1.0), _images(1.0), _images(2.0), None]
+        tasks = [
+            engine.generate(request(f"r{n}", (1, 2), max_tokens=2, model_inputs=images))
+            for n, images in enumerate(inputs)
+        ]
+        await asyncio.gather(*tasks)
+        (body,) = sent
+        assert len(body["model_inputs"]) == 2
+        pixels = [prompt.get("pixels") for prompt in server.engine.requests]
+        assert pixels == [[[1.0] * 6] * 4, [[1.0] * 6] * 4, [[2.0] * 6] * 4, None]
+
+
+async def test_a_group_has_a_bounded_number_of_image_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_module, "_GATHER_S", 0.5)
+    monkeypatch.setattr(groups_module, "_MAX_IMAGE_BYTES", 200)
+    async with _serving_images() as (server, engine):
+        await _adopt(engine, 1, 0.5)
+        _allow(server, MANY)
+        tasks = [
+            engine.generate(request(f"r{n}", (1, 2), max_tokens=2, model_inputs=_images(float(n))))
+            for n in range(4)
+        ]
+        await asyncio.gather(*tasks)
+        assert server.num_groups == 2
+
+
+@pytest.mark.parametrize("images", ["x", {"d": 5}, {"d": "!"}, {"d": "AAAA"}, {}])
+async def test_malformed_images_are_refused(images: Any) -> None:
+    async with _serving_images() as (server, engine):
+        await _adopt(engine, 1, 0.5)
+        (client,) = engine.backend.fleet.serving
+        content = {"token_ids": [1], "sampling_params": {"max_tokens": 1}, "model_inputs": "d"}
+        body = {"group": "g", "requests": [[0, content]], "model_inputs": images}
+        async with client.stream(body) as response:
+            assert response.status_code == 400
+        assert server.engine.names == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (ImageLimits(max_images=3, max_tokens=4), "--max-images 3 --max-image-tokens 4"),
+        (ImageLimits(max_images=2, max_tokens=5), "--max-images 2 --max-image-tokens 5"),
+    ],
+)
+async def test_a_server_with_lower_limits_of_images_is_refused(
+    limits: ImageLimits, message: str
+) -> None:
+    async with _serving_images() as (_, engine):
+        (client,) = engine.backend.fleet.attached
+        config = replace(engine_config([], []), images=limits)
+        (problem,) = [problem for problem in client.problems(config) if "images" in problem]
+        assert problem.endswith(message)
+
+
+async def test_a_prompt_with_images_has_no_score() -> None:
+    async with _serving_images() as (_, engine):
+        await _adopt(engine, 1, 0.5)
+        with pytest.raises(ValueError, match="scores texts without images only"):
+            await engine.score((1, 2), _images(1.0))
 
 
 @pytest.mark.parametrize("gather_s", [0.003, 0.5])

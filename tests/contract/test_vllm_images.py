@@ -1,0 +1,143 @@
+"""Images in attached vLLM servers: logprobs are those of the trainer, and a whole run learns to see."""
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.models.loading import load_config
+from services.common.models.tokenizer import load_tokenizer
+from services.common.runspec.loader import load_spec
+from services.extras.fleets.local import TOKEN, LocalServer, LocalVllm, local_servers
+from services.rollout.engines.base import EngineDiedError
+from services.rollout.engines.engine_config import ImageLimits
+from services.wire.data.model_inputs import ModelInputs
+from tests.contract.fleets import attached, fleet_engine
+from tests.helpers.cli import REPOSITORY, train
+from tests.helpers.engine_images import adopt, expected, far, model_of, request
+from tests.helpers.engines import until
+from tests.helpers.vision import IMAGE, random_prompt, wide_config
+
+pytest.importorskip("vllm", reason="vllm is not installed here")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+
+_CONFIG = wide_config("qwen2_5_vl")
+_LIMITS = ImageLimits(max_images=4, max_tokens=128)
+_SIZES = ("--max-model-len", "256", "--max-num-batched-tokens", "256", "--dtype", "float32")
+_MEMORY = ("--kv-cache-memory-bytes", str(64 << 20))
+_IMAGES = ("--max-images", "4", "--max-image-tokens", "128")
+_TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[LocalServer]]:
+    with local_servers(LocalVllm, _CONFIG, 2, *_SIZES, *_MEMORY, *_IMAGES) as started:
+        yield started
+
+
+def _engine(servers: list[LocalServer], **changes: Any) -> Any:
+    return fleet_engine(servers, **{"config": _CONFIG, "images": _LIMITS, **changes})
+
+
+async def test_logprobs_are_those_of_the_trainer_after_every_update(
+    servers: list[LocalServer],
+) -> None:
+    draws = random.Random(0)
+    prompts = [random_prompt(draws, count) for count in (1, 2, 0, 3)]
+    async with attached(_engine(servers), 2, timeout_s=800) as engine:
+        for version in range(5):
+            model = model_of(_CONFIG, version)
+            await adopt(engine, version, model)
+            # Siblings of a group share a request, in which their images travel once.
+            generating = [
+                engine.generate(request(f"{version}.{number}.{sibling}", *prompt, seed=sibling))
+                for number, prompt in enumerate(prompts)
+                for sibling in range(2)
+            ]
+            results = await asyncio.gather(*generating)
+            for (prompt, images), *siblings in zip(
+                prompts, results[::2], results[1::2], strict=True
+            ):
+                for result in siblings:
+                    assert result.version_runs == ((version, 12),)
+                    reference = expected(model, prompt, result.token_ids, images)
+                    assert far(result.logprobs, reference) <= _TOLERANCE
+
+
+async def test_images_of_a_response_are_seen_again_after_an_update_and_in_a_further_request(
+    servers: list[LocalServer],
+) -> None:
+    old, new = (model_of(_CONFIG, seed) for seed in (0, 1))
+    prompt, images = random_prompt(random.Random(1), 2)
+    async with attached(_engine(servers), 2, timeout_s=800) as engine:
+        await adopt(engine, 0, old)
+        first = await engine.generate(request("first", prompt, images))
+        # Placeholders that the policy samples are ordinary tokens.
+        sampled = [*first.token_ids[:6], IMAGE, IMAGE]
+        resumed = await engine.generate(
+            request("resumed", [*prompt, *sampled], images, draw_offset=8)
+        )
+        reference = expected(old, prompt, [*sampled, *resumed.token_ids], images)
+        assert far(resumed.logprobs, reference[8:]) <= _TOLERANCE
+
+        flipped = images.tensors["pixel_values"].flip(0)
+        others = ModelInputs.from_values({**images.tensors, "pixel_values": flipped})
+        different = await engine.generate(request("other", prompt, others))
+        reference = expected(old, prompt, different.token_ids, others)
+        assert far(different.logprobs, reference) <= _TOLERANCE
+
+        tokens: list[int] = []
+        crossing = request(
+            "long", prompt, images, max_tokens=120, on_tokens=lambda new, _: tokens.extend(new)
+        )
+        running = asyncio.create_task(engine.generate(crossing))
+        await until(lambda: len(tokens) >= 16)
+        await adopt(engine, 1, new)
+        result = await running
+        (_, before), (version, after) = result.version_runs
+        assert (version, before + after) == (1, 120)
+        references = [expected(model, prompt, result.token_ids, images) for model in (old, new)]
+        both = torch.cat([references[0][:before], references[1][before:]])
+        assert far(result.logprobs, both) <= _TOLERANCE
+
+
+async def test_a_server_that_takes_fewer_images_is_refused_by_name(
+    servers: list[LocalServer],
+) -> None:
+    engine = _engine(servers, images=ImageLimits(max_images=5, max_tokens=128))
+    with pytest.raises(EngineDiedError, match="--max-images 5 --max-image-tokens 128"):
+        await engine.run()
+
+
+@pytest.mark.nightly
+def test_a_model_learns_which_square_is_red(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "FLEET_TOKEN").write_text(TOKEN)
+    monkeypatch.setenv("SLIPSTREAM_ROLLOUT_SECRETS_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv("SLIPSTREAM_ROLLOUT_REWARD_HOSTS", '["127.0.0.1"]')
+    path = REPOSITORY / "examples" / "images.yaml"
+    spec = load_spec(path)
+    config = load_config(spec.model, load_tokenizer(spec.model))
+    images = ("--max-images", str(spec.data.max_images), "--max-image-tokens", "64")
+    with local_servers(LocalVllm, config, 1, *_SIZES, *_MEMORY, *images) as (server,):
+        arguments = {
+            "addresses": [server.address],
+            "token": {"secret": "FLEET_TOKEN"},
+            "max_model_len": 64,
+        }
+        settings = (
+            "rollout.engine=vllm-server",
+            f"rollout.engine_arguments={json.dumps(arguments)}",
+            "rollout.replicas=1",
+            "weight_sync.mode=cpu_async",
+        )
+        finished = train(path, tmp_path / "state", *settings, timeout=800)
+    assert finished.code == 0, finished.out[-2000:] + finished.err[-4000:]
+    assert finished.summary["heldout"]["greedy"] >= 0.9
+    assert finished.summary["prompts"]["quarantined"] == 0
