@@ -93,8 +93,9 @@ class Fleet:
     def _start(self, name: str) -> None:
         port = str(self._ports[name])
         if name == _ROUTER:
-            servers = [self._link_of[server].address for server in _SERVERS]
-            command = ["tests.helpers.router_server", port, *servers]
+            listed = self._folder / "servers.txt"
+            listed.write_text("\n".join(self._link_of[server].address for server in _SERVERS))
+            command = ["tests.helpers.router_server", port, str(listed)]
         else:
             command = ["tests.helpers.torch_server", port, str(self._spec), TOKEN]
         with (self._folder / f"{name}.log").open("ab") as log:

@@ -1,6 +1,10 @@
-"""Router that lists servers: ``python -m tests.helpers.router_server PORT SERVER...``."""
+"""Router that lists servers: ``python -m tests.helpers.router_server PORT FILE``.
+
+The file has the address of a server in each line. It is read at each request, so that servers come and go.
+"""
 
 import sys
+from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
@@ -11,9 +15,10 @@ from starlette.routing import Route
 
 def main() -> None:
     """Serves the list until it is killed."""
-    port, servers = int(sys.argv[1]), sys.argv[2:]
+    port, path = int(sys.argv[1]), Path(sys.argv[2])
 
-    async def workers(request: Request) -> Response:
+    def workers(request: Request) -> Response:
+        servers = path.read_text(encoding="utf-8").split()
         return JSONResponse(
             {"workers": [{"url": url, "worker_type": "regular"} for url in servers]}
         )
