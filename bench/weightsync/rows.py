@@ -25,7 +25,7 @@ from bench.weightsync.sides import (
 )
 from services.weightsync.group import RankAssignment, form_group
 from services.weightsync.member import WeightMember
-from services.weightsync.transfer import TransferOrder
+from services.weightsync.transfer import TransferRequest
 from services.weightsync.weight_plan import make_plan, row_shards, version_digest
 
 
@@ -39,8 +39,8 @@ def measure(number: int, arguments: Any, use_gpu: bool, port: int, queue: Any) -
     queue.put((number, bench.run()))
 
 
-def _order(version: int) -> TransferOrder:
-    return TransferOrder(epoch=1, version=version, timeout_s=60)
+def _request(version: int) -> TransferRequest:
+    return TransferRequest(epoch=1, version=version, timeout_s=60)
 
 
 class Bench:
@@ -184,7 +184,7 @@ class Bench:
         prepared = time.perf_counter()
         self._barrier()
         start = time.perf_counter()
-        report = await member.transfer(_order(version))
+        report = await member.transfer(_request(version))
         transferred = time.perf_counter()
         measured = {
             "prepare_ms": (prepared - begin) * 1000,
@@ -223,7 +223,7 @@ class Bench:
                 alone.append(decoding.step_ms(quiet, time.perf_counter() - 0.02)[0])
                 self._barrier()
                 begin = time.perf_counter()
-                report = await member.transfer(_order(version + offset))
+                report = await member.transfer(_request(version + offset))
                 end = time.perf_counter()
                 decoding.wait_step()
                 mean, worst = decoding.step_ms(begin, end)

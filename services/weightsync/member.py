@@ -33,7 +33,7 @@ from services.weightsync.endpoints import OwnThread, WeightSink, WeightSource, o
 from services.weightsync.group import Epochs, KeyValueStore, RankAssignment, WeightGroup
 from services.weightsync.modes.base import PeerSender, Receiver, Sender
 from services.weightsync.shared_buffers import gpu_of
-from services.weightsync.transfer import TransferError, TransferOrder, Transferred
+from services.weightsync.transfer import TransferError, Transferred, TransferRequest
 from services.weightsync.weight_plan import TensorSpec, make_plan, row_shards, version_digest
 
 # Part of the error message of a Gloo collective that missed its deadline.
@@ -74,32 +74,32 @@ class TransferReport:
     num_bytes: int
     """Bytes sent or received."""
     seconds: float
-    """Time from the order to the verified end."""
+    """Time from the request to the verified end."""
     manifest: str = ""
     """Digest of the manifest that a source wrote to a store; otherwise empty."""
 
 
-def explained(error: BaseException, order: TransferOrder) -> BaseException:
+def explained(error: BaseException, request: TransferRequest) -> BaseException:
     """Converts the error of a failed transfer to the error that the controller receives."""
     match error:
         case TransferError():
             REJECTED.labels("checksum").inc()
-            return DataLossError(str(error), version=order.version)
+            return DataLossError(str(error), version=request.version)
         case TimeoutError():
             return DeadlineExceededError(
-                f"the transfer of version {order.version} took longer than {order.timeout_s} s",
-                version=order.version,
+                f"the transfer of version {request.version} took longer than {request.timeout_s} s",
+                version=request.version,
             )
         case RuntimeError() if _GLOO_LATE in str(error):
             return DeadlineExceededError(
-                f"the transfer of version {order.version} is too slow for its deadline, or a link between "
+                f"the transfer of version {request.version} is too slow for its deadline, or a link between "
                 f"members is interrupted: {error}",
-                version=order.version,
+                version=request.version,
             )
         case RuntimeError():
             return UnavailableError(
-                f"the transfer of version {order.version} lost a member: {error}",
-                version=order.version,
+                f"the transfer of version {request.version} lost a member: {error}",
+                version=request.version,
             )
     return error
 
@@ -295,15 +295,15 @@ class WeightMember:
                 await self._epochs.thread.run(lambda: self._pack(version))
         return side.held_version
 
-    async def transfer(self, order: TransferOrder) -> TransferReport:
+    async def transfer(self, request: TransferRequest) -> TransferReport:
         """Sends or receives a version; a receiver stages it next to the live weights.
 
         Raises:
             DataLossError: If the received bytes differ from the sent ones.
-            DeadlineExceededError: If it exceeds the deadline of ``order``.
+            DeadlineExceededError: If it exceeds the deadline of ``request``.
             UnavailableError: If a member was lost.
         """
-        group = self._epochs.group(order.epoch)
+        group = self._epochs.group(request.epoch)
         if self._staged is not None:
             SUPERSEDED.inc()
             self._staged = None
@@ -311,26 +311,26 @@ class WeightMember:
         phases = Phases(MEMBER_SECONDS)
         async with self._adopting:
             try:
-                async with asyncio.timeout(order.timeout_s):
+                async with asyncio.timeout(request.timeout_s):
                     phases.end_phase("turn")
                     transferred, manifest = await self._epochs.thread.run(
-                        lambda: self._exchange(group, order, phases)
+                        lambda: self._exchange(group, request, phases)
                     )
                     phases.end_phase("reply")
             except BaseException as error:
                 if self._epochs.holds(group):  # a newer group may have been formed meanwhile
                     await self._leave_group()
-                raise explained(error, order) from error
+                raise explained(error, request) from error
         if not self._epochs.holds(group):
-            raise UnavailableError(f"epoch {order.epoch} was aborted during its transfer")
+            raise UnavailableError(f"epoch {request.epoch} was aborted during its transfer")
         seconds = time.perf_counter() - start
         MEMBER_SECONDS.labels("transfer").observe(seconds)
         logger.debug(
-            "weights transferred", extra={"version": order.version, **phases.milliseconds()}
+            "weights transferred", extra={"version": request.version, **phases.milliseconds()}
         )
         MEMBER_BYTES.inc(transferred.num_bytes)
         if self._sink is not None and self._peer_sender is None:
-            self._staged = (order.version, version_digest(transferred.digests))
+            self._staged = (request.version, version_digest(transferred.digests))
         return TransferReport(
             digests=transferred.digests,
             num_bytes=transferred.num_bytes,
@@ -444,7 +444,7 @@ class WeightMember:
             self._sender.pack(self._source, version)
 
     def _exchange(
-        self, group: WeightGroup, order: TransferOrder, phases: Phases
+        self, group: WeightGroup, request: TransferRequest, phases: Phases
     ) -> tuple[Transferred, str]:
         """Sends or receives on a separate stream, concurrently with other work of the device.
 
@@ -456,13 +456,13 @@ class WeightMember:
         if self._stream is None and self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device, priority=-1)
         with self._buffers, on_device(self._device), torch.cuda.stream(self._stream):
-            group.begin(order.stored, order.manifests)
+            group.begin(request.stored, request.manifests)
             if (sender := self._sender or self._peer_sender) is not None:
-                transferred = sender.send(group, order)
+                transferred = sender.send(group, request)
                 manifest = group.commit()
             else:
                 assert self._receiver is not None
-                transferred = self._receiver.receive(group, order)
+                transferred = self._receiver.receive(group, request)
         phases.end_phase("wire")
         return transferred, manifest
 

@@ -9,7 +9,7 @@ from services.common.messages import from_message, to_message
 from services.common.telemetry import tracing
 from services.weightsync.canary import Canary
 from services.weightsync.member import WeightMember
-from services.weightsync.transfer import TransferOrder
+from services.weightsync.transfer import TransferRequest
 from services.weightsync.weight_plan import TensorSpec
 from slipstream.weightsync.v1 import weightsync_pb2 as pb
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
@@ -84,7 +84,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     ) -> pb.TransferWeightsResponse:
         """Sends or receives a version."""
         with tracing.span("weights.transfer"):
-            report = await self._member.transfer(from_message(request, TransferOrder))
+            report = await self._member.transfer(from_message(request, TransferRequest))
         return pb.TransferWeightsResponse(
             digests=report.digests,
             size_bytes=report.num_bytes,

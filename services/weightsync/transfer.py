@@ -33,7 +33,7 @@ class TransferError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransferOrder:
+class TransferRequest:
     """Request of the controller to transfer a version."""
 
     epoch: int
@@ -61,7 +61,7 @@ class Transferred:
 
 
 def send_version(
-    group: WeightGroup, arena: WeightArena, checksums: Tensor, order: TransferOrder
+    group: WeightGroup, arena: WeightArena, checksums: Tensor, request: TransferRequest
 ) -> Transferred:
     """Sends the arena of a source. Blocks until all receivers have it.
 
@@ -72,11 +72,11 @@ def send_version(
         RuntimeError: If a member was lost or the group aborted.
     """
     ((source, channel),) = group.channels.items()
-    group.bound(arena.plan, order.timeout_s)
+    group.bound(arena.plan, request.timeout_s)
     buckets = [arena.bucket(source, index) for index in range(len(checksums))]
     works = [channel.broadcast(bucket) for bucket in buckets]
-    works.append(channel.broadcast(make_statement(arena.plan, order, source, checksums)))
-    digest = source_digest(arena.plan.plan_hash, order.version, source, checksums)
+    works.append(channel.broadcast(make_statement(arena.plan, request, source, checksums)))
+    digest = source_digest(arena.plan.plan_hash, request.version, source, checksums)
     for work in works:
         work.wait()
     group.synchronize()
@@ -86,7 +86,7 @@ def send_version(
 def receive_version(
     group: WeightGroup,
     shadow: WeightArena,
-    order: TransferOrder,
+    request: TransferRequest,
     sums: Mapping[int, Tensor],
 ) -> Transferred:
     """Receives from all sources into ``shadow`` and verifies every bucket.
@@ -99,9 +99,9 @@ def receive_version(
         TransferError: If version or bytes are not the expected ones.
         RuntimeError: If a source was lost or the group aborted.
     """
-    group.bound(shadow.plan, order.timeout_s)
+    group.bound(shadow.plan, request.timeout_s)
     arriving = [
-        _Arriving(source, channel, shadow, order, sums[source])
+        _Arriving(source, channel, shadow, request, sums[source])
         for source, channel in sorted(group.channels.items())
     ]
     longest = max(len(source.buckets) for source in shadow.plan.sources)
@@ -129,13 +129,13 @@ class _Arriving:
         source: int,
         channel: Channel,
         shadow: WeightArena,
-        order: TransferOrder,
+        request: TransferRequest,
         computed: Tensor,
     ) -> None:
         self._source = source
         self._channel = channel
         self._shadow = shadow
-        self._order = order
+        self._request = request
         self._computed = computed
         self._num_buckets = len(computed)
         self._works: list[Work] = []
@@ -174,13 +174,13 @@ class _Arriving:
             stated,
             computed.view(torch.int64).view(-1, 2),
             self._shadow.plan,
-            self._order,
+            self._request,
             source=self._source,
         )
 
 
 def make_header(
-    plan: WeightPlan, order: TransferOrder, source: int, num_changed: int = 0
+    plan: WeightPlan, request: TransferRequest, source: int, num_changed: int = 0
 ) -> Tensor:
     """Builds the header with which a source announces a transfer: ``[HEADER_BYTES]`` uint8.
 
@@ -190,9 +190,9 @@ def make_header(
     """
     packed = _HEADER.pack(
         _MAGIC,
-        0 if order.stored else order.epoch,  # receivers of a store have epochs of their own
-        order.version,
-        order.base_version,
+        0 if request.stored else request.epoch,  # receivers of a store have epochs of their own
+        request.version,
+        request.base_version,
         source,
         num_changed,
         bytes.fromhex(plan.plan_hash),
@@ -200,7 +200,7 @@ def make_header(
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
-def check_header(header: Tensor, plan: WeightPlan, order: TransferOrder, source: int) -> int:
+def check_header(header: Tensor, plan: WeightPlan, request: TransferRequest, source: int) -> int:
     """Compares a header with the requested transfer; returns its number of changed words.
 
     Raises:
@@ -208,23 +208,23 @@ def check_header(header: Tensor, plan: WeightPlan, order: TransferOrder, source:
     """
     content = header.cpu().numpy().tobytes()
     num_changed: int = _HEADER.unpack(content)[5]
-    if content != make_header(plan, order, source, num_changed).numpy().tobytes():
+    if content != make_header(plan, request, source, num_changed).numpy().tobytes():
         raise TransferError(
-            f"expected epoch {order.epoch}, version {order.version}, source {source} and plan "
+            f"expected epoch {request.epoch}, version {request.version}, source {source} and plan "
             f"{plan.plan_hash[:12]}, but the source announced other values; the version is rejected"
         )
     return num_changed
 
 
 def make_statement(
-    plan: WeightPlan, order: TransferOrder, source: int, checksums: Tensor
+    plan: WeightPlan, request: TransferRequest, source: int, checksums: Tensor
 ) -> Tensor:
     """Builds the statement that a source sends after its buckets: header and checksums, ``[n]`` uint8.
 
     Args:
         checksums: ``[num_buckets, 2]`` int64; the statement is on their device.
     """
-    header = make_header(plan, order, source).to(checksums.device)
+    header = make_header(plan, request, source).to(checksums.device)
     return torch.cat((header, checksums.flatten().view(torch.uint8)))
 
 
@@ -235,7 +235,7 @@ def no_statement(checksums: Tensor) -> Tensor:
 
 
 def check_statement(
-    stated: Tensor, computed: Tensor, plan: WeightPlan, order: TransferOrder, *, source: int
+    stated: Tensor, computed: Tensor, plan: WeightPlan, request: TransferRequest, *, source: int
 ) -> str:
     """Compares a source's statement with the received bytes; returns the digest.
 
@@ -247,9 +247,9 @@ def check_statement(
         TransferError: If another transfer was sent, or a bucket differs.
     """
     header, checksums = stated.split((HEADER_BYTES, computed.nbytes))
-    check_header(header, plan, order, source)
+    check_header(header, plan, request, source)
     return check_buckets(
-        computed, checksums.view(torch.int64).view(-1, 2), plan, order, source=source
+        computed, checksums.view(torch.int64).view(-1, 2), plan, request, source=source
     )
 
 
@@ -257,7 +257,7 @@ def check_buckets(
     computed: Tensor,
     stated: Tensor,
     plan: WeightPlan,
-    order: TransferOrder,
+    request: TransferRequest,
     *,
     source: int,
 ) -> str:
@@ -269,7 +269,7 @@ def check_buckets(
     if not torch.equal(computed, stated):
         damaged = (computed != stated).any(1).nonzero().flatten().tolist()
         raise TransferError(
-            f"version {order.version} is rejected: buckets {damaged[:8]} of source {source} arrived "
+            f"version {request.version} is rejected: buckets {damaged[:8]} of source {source} arrived "
             "corrupted"
         )
-    return source_digest(plan.plan_hash, order.version, source, computed)
+    return source_digest(plan.plan_hash, request.version, source, computed)

@@ -3,7 +3,7 @@
 import asyncio
 
 from services.common.errors import NotFoundError, UnavailableError
-from services.weightsync.transfer import TransferOrder
+from services.weightsync.transfer import TransferRequest
 from services.weightsync.weight_plan import version_digest
 from tests.helpers.weight_members import Cluster
 
@@ -94,31 +94,36 @@ class StoredCluster(Cluster):
             )
 
     async def write(self, version, *, base_version=-1, kept_names=()):
-        """Deletes other copies and writes one; returns the order for receivers and the version's digest."""
+        """Deletes other copies and writes one; returns the request for receivers and the version's digest."""
         epoch = self.epochs[id(self.senders[0])]
         for sender in self.senders:
             await sender.prepare(epoch, version, self.plan_hash)
         self._num_copies += 1
         name = f"v{version}-e{epoch}-{self._num_copies}"
         await self.senders[0].retain(epoch, kept_names, timeout_s=10)
-        order = {"version": version, "timeout_s": 10, "base_version": base_version, "stored": name}
+        request = {
+            "version": version,
+            "timeout_s": 10,
+            "base_version": base_version,
+            "stored": name,
+        }
         reports = await asyncio.gather(
-            *(sender.transfer(TransferOrder(epoch=epoch, **order)) for sender in self.senders)
+            *(sender.transfer(TransferRequest(epoch=epoch, **request)) for sender in self.senders)
         )
-        order["manifests"] = tuple(report.manifest for report in reports)
-        return order, version_digest([report.digests[0] for report in reports])
+        request["manifests"] = tuple(report.manifest for report in reports)
+        return request, version_digest([report.digests[0] for report in reports])
 
-    async def load(self, member, order, digest):
+    async def load(self, member, request, digest):
         """Reads, adopts and checks a version."""
         epoch = self.epochs[id(member)]
-        await member.prepare(epoch, order["version"], self.plan_hash)
-        await member.transfer(TransferOrder(epoch=epoch, **order))
-        await member.adopt(order["version"], digest)
-        await member.check(order["version"], await self.senders[0].score(), 1e-9)
+        await member.prepare(epoch, request["version"], self.plan_hash)
+        await member.transfer(TransferRequest(epoch=epoch, **request))
+        await member.adopt(request["version"], digest)
+        await member.check(request["version"], await self.senders[0].score(), 1e-9)
 
     async def publish(self, version, epoch=1, **options):
         """Writes a version, and loads it on one receiver after the other; returns the digest."""
-        order, digest = await self.write(version, **options)
+        request, digest = await self.write(version, **options)
         for member in self.receivers:
-            await self.load(member, order, digest)
+            await self.load(member, request, digest)
         return digest

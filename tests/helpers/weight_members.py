@@ -8,7 +8,7 @@ import torch
 from services.weightsync.canary import Canary
 from services.weightsync.member import WeightMember
 from services.weightsync.modes.placing import live_placer
-from services.weightsync.transfer import TransferOrder
+from services.weightsync.transfer import TransferRequest
 from services.weightsync.weight_plan import TensorSpec, row_shards, version_digest
 
 SPECS = (
@@ -206,11 +206,11 @@ class Cluster:
 
     async def transfer(self, version, epoch=1, base_version=-1):
         """Returns the reports of all members, or their errors."""
-        transfer_order = TransferOrder(
+        request = TransferRequest(
             epoch=epoch, version=version, timeout_s=self._timeout_s, base_version=base_version
         )
         return await asyncio.gather(
-            *(member.transfer(transfer_order) for member in self.members), return_exceptions=True
+            *(member.transfer(request) for member in self.members), return_exceptions=True
         )
 
     async def send(self, version, epoch=1):

@@ -23,8 +23,8 @@ from services.weightsync.modes.shadow import ShadowReceiver, ShadowSender
 from services.weightsync.transfer import (
     HEADER_BYTES,
     TransferError,
-    TransferOrder,
     Transferred,
+    TransferRequest,
     check_buckets,
     check_header,
     make_header,
@@ -43,29 +43,29 @@ _THREADS: Final = max(1, min(4, len(os.sched_getaffinity(0))))
 class DeltaSender(ShadowSender):
     """Sender that knows which words may have changed since the version that it sent last."""
 
-    def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Sends the changes since ``order.base_version``; everything if that is -1."""
-        if order.base_version < 0:
-            return super().send(group, order)
-        checksums = self._prepared_checksums(order)
-        if order.base_version != self.held_version:
+    def send(self, group: WeightGroup, request: TransferRequest) -> Transferred:
+        """Sends the changes since ``request.base_version``; everything if that is -1."""
+        if request.base_version < 0:
+            return super().send(group, request)
+        checksums = self._prepared_checksums(request)
+        if request.base_version != self.held_version:
             raise TransferError(
                 f"expected a request for a delta from version {self.held_version}, got one from "
-                f"{order.base_version}"
+                f"{request.base_version}"
             )
-        transferred = self._send_changes(group, checksums, order)
-        self.held_version = order.version
+        transferred = self._send_changes(group, checksums, request)
+        self.held_version = request.version
         return transferred
 
     def _send_changes(
-        self, group: WeightGroup, checksums: Tensor, order: TransferOrder
+        self, group: WeightGroup, checksums: Tensor, request: TransferRequest
     ) -> Transferred:
         ((source, channel),) = group.channels.items()
-        group.bound(self.plan, order.timeout_s)
+        group.bound(self.plan, request.timeout_s)
         now = self._arena.buffers[source].view(_WORD)
         places = self._changed_places(now)
         num_changed = _EVERYTHING if places is None else places.numel()
-        header = make_header(self.plan, order, source, num_changed).to(now.device)
+        header = make_header(self.plan, request, source, num_changed).to(now.device)
         parts = [now] if places is None else [places, now.index_select(0, places)]
         works = [channel.broadcast(header)]
         works += [
@@ -76,7 +76,7 @@ class DeltaSender(ShadowSender):
             work.wait()
         group.synchronize()
         return Transferred(
-            digests=(source_digest(self.plan.plan_hash, order.version, source, checksums),),
+            digests=(source_digest(self.plan.plan_hash, request.version, source, checksums),),
             num_bytes=sum(tensor.nbytes for tensor in parts),
         )
 
@@ -150,36 +150,36 @@ class DeltaReceiver(ShadowReceiver):
     """Receiver that applies changes to the version in its shadow."""
 
     def _receive(
-        self, group: WeightGroup, shadow: WeightArena, order: TransferOrder
+        self, group: WeightGroup, shadow: WeightArena, request: TransferRequest
     ) -> Transferred:
-        if order.base_version < 0:
-            return super()._receive(group, shadow, order)
-        return self._receive_changes(group, shadow, order)
+        if request.base_version < 0:
+            return super()._receive(group, shadow, request)
+        return self._receive_changes(group, shadow, request)
 
     def _receive_changes(
-        self, group: WeightGroup, shadow: WeightArena, order: TransferOrder
+        self, group: WeightGroup, shadow: WeightArena, request: TransferRequest
     ) -> Transferred:
-        group.bound(self.plan, order.timeout_s)
+        group.bound(self.plan, request.timeout_s)
         digests: list[str] = []
         num_bytes = 0
         for source, channel in sorted(group.channels.items()):
-            num_bytes += self._apply(source, channel, shadow, order)
+            num_bytes += self._apply(source, channel, shadow, request)
             count = len(self.plan.sources[source].buckets)
             stated = torch.zeros(count, 2, dtype=torch.int64, device=shadow.device)
             channel.broadcast(stated).wait()
             group.synchronize()
             computed = shadow.checksums(source)
-            digests.append(check_buckets(computed, stated, self.plan, order, source=source))
+            digests.append(check_buckets(computed, stated, self.plan, request, source=source))
         return Transferred(digests=tuple(digests), num_bytes=num_bytes)
 
     def _apply(
-        self, source: int, channel: Channel, shadow: WeightArena, order: TransferOrder
+        self, source: int, channel: Channel, shadow: WeightArena, request: TransferRequest
     ) -> int:
         """Receives one source's changes into the shadow; returns their bytes."""
         device = shadow.device
         header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=device)
         channel.broadcast(header).wait()
-        num_changed = check_header(header, self.plan, order, source)
+        num_changed = check_header(header, self.plan, request, source)
         words = shadow.buffers[source].view(_WORD)
         if num_changed == _EVERYTHING:
             self._fill(channel, words)
@@ -191,7 +191,7 @@ class DeltaReceiver(ShadowReceiver):
             lowest, highest = places.aminmax()
             if lowest < 0 or highest >= words.numel():
                 raise TransferError(
-                    f"version {order.version} is rejected: source {source} changes positions outside of "
+                    f"version {request.version} is rejected: source {source} changes positions outside of "
                     "its weights"
                 )
             words.index_copy_(0, places.long(), values)

@@ -11,7 +11,7 @@ import torch
 from services.weightsync.endpoints import Place, WeightSink
 from services.weightsync.group import WeightGroup
 from services.weightsync.modes.staged import Slots, receive_staged
-from services.weightsync.transfer import TransferOrder, Transferred
+from services.weightsync.transfer import Transferred, TransferRequest
 from services.weightsync.weight_plan import WeightPlan
 
 
@@ -36,11 +36,11 @@ class InplaceReceiver:
         self._is_open = True
         self._copy_slot = await self._sink.open_weights(self.plan, self._slots.buffers)
 
-    def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
+    def receive(self, group: WeightGroup, request: TransferRequest) -> Transferred:
         """Receives into the live weights; from now on nothing is served until they are adopted."""
         assert self._copy_slot is not None, "a transfer needs a preparation"
         self._is_written = True
-        return receive_staged(group, self._slots, order, self._copy_slot)
+        return receive_staged(group, self._slots, request, self._copy_slot)
 
     async def adopt(self, version: int) -> float:
         """Resumes with the weights that are in place."""

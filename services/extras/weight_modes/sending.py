@@ -11,7 +11,7 @@ from services.weightsync.endpoints import WeightSource
 from services.weightsync.group import WeightGroup, Work
 from services.weightsync.modes.base import pack_weights
 from services.weightsync.modes.staged import Slots
-from services.weightsync.transfer import TransferOrder, Transferred, make_statement
+from services.weightsync.transfer import Transferred, TransferRequest, make_statement
 from services.weightsync.weight_plan import WeightPlan
 
 
@@ -38,10 +38,10 @@ class StagedSender:
     def _copy(self, source: WeightSource) -> None:
         pack_weights(source, self._arena())
 
-    def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
+    def send(self, group: WeightGroup, request: TransferRequest) -> Transferred:
         """Sends the arena; see :func:`services.weightsync.transfer.send_version`."""
         ((source, channel),) = group.channels.items()
-        group.bound(self.plan, order.timeout_s)
+        group.bound(self.plan, request.timeout_s)
         arena, works = self._arena(), list[Work]()
         count = len(self.plan.sources[source].buckets)
         stated = torch.zeros(count, 2, dtype=torch.int64, device=self._slots.device)
@@ -52,11 +52,11 @@ class StagedSender:
             slot.copy_(arena.bucket(source, index))
             write_checksum(slot, stated[index])
             works.append(channel.broadcast(slot))
-        works.append(channel.broadcast(make_statement(self.plan, order, source, stated)))
+        works.append(channel.broadcast(make_statement(self.plan, request, source, stated)))
         for work in works:
             work.wait()
         group.synchronize()
         return Transferred(
-            digests=(source_digest(self.plan.plan_hash, order.version, source, stated),),
+            digests=(source_digest(self.plan.plan_hash, request.version, source, stated),),
             num_bytes=self.plan.sources[source].arena_bytes,
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 from services.weightsync.arena import WeightArena
 from services.weightsync.endpoints import WeightSource, on_device
 from services.weightsync.group import WeightGroup
-from services.weightsync.transfer import TransferOrder, Transferred
+from services.weightsync.transfer import Transferred, TransferRequest
 from services.weightsync.weight_plan import WeightPlan
 
 
@@ -23,7 +23,7 @@ class Sender(Protocol):
     def pack(self, source: WeightSource, version: int) -> None:
         """Copies the current weights, unless that version is already packed; then they may change again."""
 
-    def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
+    def send(self, group: WeightGroup, request: TransferRequest) -> Transferred:
         """Sends the packed weights. Blocks until all receivers have them."""
 
 
@@ -37,7 +37,7 @@ class Receiver(Protocol):
     async def prepare(self) -> None:
         """Prepares to receive."""
 
-    def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
+    def receive(self, group: WeightGroup, request: TransferRequest) -> Transferred:
         """Receives and verifies a version. Blocks."""
 
     async def adopt(self, version: int) -> float:
@@ -51,7 +51,7 @@ class Receiver(Protocol):
 class PeerSender(Receiver, Protocol):
     """Receiver that keeps the received bytes and can send them to joining rollouts."""
 
-    def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
+    def send(self, group: WeightGroup, request: TransferRequest) -> Transferred:
         """Sends the held version. Blocks until all receivers have it."""
 
 

@@ -14,8 +14,8 @@ from services.weightsync.modes.placing import Placer, whole_buffers
 from services.weightsync.modes.staged import Slots, receive_staged
 from services.weightsync.transfer import (
     TransferError,
-    TransferOrder,
     Transferred,
+    TransferRequest,
     receive_version,
     send_version,
 )
@@ -39,14 +39,14 @@ class ShadowSender:
             self._checksums = packed_checksums(self._arena)
             self._packed_version = version
 
-    def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        transferred = send_version(group, self._arena, self._prepared_checksums(order), order)
-        self.held_version = order.version
+    def send(self, group: WeightGroup, request: TransferRequest) -> Transferred:
+        transferred = send_version(group, self._arena, self._prepared_checksums(request), request)
+        self.held_version = request.version
         return transferred
 
-    def _prepared_checksums(self, order: TransferOrder) -> Tensor:
+    def _prepared_checksums(self, request: TransferRequest) -> Tensor:
         if self._checksums is None:
-            raise TransferError(f"version {order.version} is not prepared here; prepare it first")
+            raise TransferError(f"version {request.version} is not prepared here; prepare it first")
         return self._checksums
 
 
@@ -85,8 +85,8 @@ class MultiSourceReceiver:
     async def prepare(self) -> None:
         """Does nothing: the shadow is always ready."""
 
-    def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        return receive_staged(group, self._slots, order, self._placer)
+    def receive(self, group: WeightGroup, request: TransferRequest) -> Transferred:
+        return receive_staged(group, self._slots, request, self._placer)
 
     async def adopt(self, version: int) -> float:
         """Copies the shadow into the live weights."""
@@ -112,26 +112,26 @@ class ShadowReceiver:
     async def prepare(self) -> None:
         """Does nothing: the shadow is always ready."""
 
-    def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        if order.base_version not in (-1, self.held_version):
+    def receive(self, group: WeightGroup, request: TransferRequest) -> Transferred:
+        if request.base_version not in (-1, self.held_version):
             raise TransferError(
-                f"expected a delta from version {self.held_version}, got one from {order.base_version}"
+                f"expected a delta from version {self.held_version}, got one from {request.base_version}"
             )
         # Until it is verified, the shadow holds no version.
         self.held_version = -1
         shadow = self._shadow
-        transferred = self._receive(group, shadow, order)
+        transferred = self._receive(group, shadow, request)
         if shadow is self._shadow:
-            self.held_version = order.version
+            self.held_version = request.version
         return transferred
 
-    def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        if order.version != self.held_version:
+    def send(self, group: WeightGroup, request: TransferRequest) -> Transferred:
+        if request.version != self.held_version:
             raise TransferError(
-                f"cannot send version {order.version} to a peer, because this member has {self.held_version}"
+                f"cannot send version {request.version} to a peer: this member has {self.held_version}"
             )
         (source,) = self._shadow.buffers
-        return send_version(group, self._shadow, self._shadow.checksums(source), order)
+        return send_version(group, self._shadow, self._shadow.checksums(source), request)
 
     async def adopt(self, version: int) -> float:
         """Copies the shadow into the live weights."""
@@ -153,6 +153,6 @@ class ShadowReceiver:
         return tensors
 
     def _receive(
-        self, group: WeightGroup, shadow: WeightArena, order: TransferOrder
+        self, group: WeightGroup, shadow: WeightArena, request: TransferRequest
     ) -> Transferred:
-        return receive_version(group, shadow, order, self._sums)
+        return receive_version(group, shadow, request, self._sums)

@@ -17,8 +17,8 @@ from services.weightsync.checksum import write_checksum
 from services.weightsync.endpoints import Place
 from services.weightsync.group import Channel, WeightGroup, Work
 from services.weightsync.transfer import (
-    TransferOrder,
     Transferred,
+    TransferRequest,
     check_statement,
     no_statement,
 )
@@ -79,14 +79,14 @@ def _buffers(num_bytes: int, count: int, *, device: torch.device, pinned: bool) 
 
 
 def receive_staged(
-    group: WeightGroup, slots: Slots, order: TransferOrder, copy_slot: Place
+    group: WeightGroup, slots: Slots, request: TransferRequest, copy_slot: Place
 ) -> Transferred:
     """Receives through the slots and verifies; see :func:`services.weightsync.transfer.receive_version`.
 
     A bucket is placed before its checksum can be compared, as the source sends the checksums last.
     If this raises, the target must not be used.
     """
-    group.bound(slots.plan, order.timeout_s)
+    group.bound(slots.plan, request.timeout_s)
     arriving = [
         _Arriving(source, channel, slots, copy_slot)
         for source, channel in sorted(group.channels.items())
@@ -98,7 +98,7 @@ def receive_staged(
         peer.finish()
     group.synchronize()
     return Transferred(
-        digests=tuple(peer.verified(order) for peer in arriving), num_bytes=slots.plan.num_bytes
+        digests=tuple(peer.verified(request) for peer in arriving), num_bytes=slots.plan.num_bytes
     )
 
 
@@ -131,11 +131,11 @@ class _Arriving:
         """Receives the source's statement."""
         self._channel.broadcast(self._stated).wait()
 
-    def verified(self, order: TransferOrder) -> str:
+    def verified(self, request: TransferRequest) -> str:
         """Compares the statement with the received bytes; returns their digest."""
         plan = self._slots.plan
         stated, computed = self._stated.cpu(), self._computed.cpu()
-        return check_statement(stated, computed, plan, order, source=self._source)
+        return check_statement(stated, computed, plan, request, source=self._source)
 
     def _start(self, index: int) -> None:
         if index < self._num_buckets:

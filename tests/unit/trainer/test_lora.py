@@ -30,7 +30,7 @@ from services.weightsync.adapters import frozen_digest
 from services.weightsync.group import Channel, Work
 from services.weightsync.member import WeightMember
 from services.weightsync.modes.placing import Placer, whole_buffers
-from services.weightsync.transfer import TransferOrder
+from services.weightsync.transfer import TransferRequest
 from services.weightsync.weight_plan import version_digest
 from services.wire.step_command import StepCommand
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
@@ -158,9 +158,9 @@ class Pair:
     async def transfer(self, version: int) -> list:
         versions = [await member.prepare(1, version, self.plan_hash) for member in self._members]
         base = versions[0] if versions[0] == versions[1] else -1
-        order = TransferOrder(epoch=1, version=version, timeout_s=30, base_version=base)
+        request = TransferRequest(epoch=1, version=version, timeout_s=30, base_version=base)
         return await asyncio.gather(
-            *(member.transfer(order) for member in self._members), return_exceptions=True
+            *(member.transfer(request) for member in self._members), return_exceptions=True
         )
 
     async def publish(self, version: int) -> int:

@@ -44,7 +44,7 @@ from services.weightsync.group import RankAssignment, WeightGroup, form_group
 from services.weightsync.modes.base import Receiver
 from services.weightsync.modes.shadow import shadow_receiver
 from services.weightsync.shared_buffers import gpu_of
-from services.weightsync.transfer import TransferOrder, Transferred
+from services.weightsync.transfer import Transferred, TransferRequest
 from services.weightsync.weight_plan import BUCKET_ALIGNMENT, version_digest
 
 logger = logging.getLogger(__name__)
@@ -225,20 +225,20 @@ class ServerMember:
 
     def _receive(self, message: Message, answer: Message) -> None:
         """Receives a version, answers, and prepares its load, which waits for that."""
-        order = TransferOrder(
+        request = TransferRequest(
             epoch=message["epoch"], version=message["version"], timeout_s=message["timeout_s"]
         )
-        if not self._weights.acquire(timeout=order.timeout_s):
-            raise RuntimeError(f"the engine has been loading for {order.timeout_s:.1f} s")
+        if not self._weights.acquire(timeout=request.timeout_s):
+            raise RuntimeError(f"the engine has been loading for {request.timeout_s:.1f} s")
         try:
             began = time.perf_counter()
-            transferred = self._received(order)
+            transferred = self._received(request)
             digest = version_digest(transferred.digests)
             received = time.perf_counter()
             digests = list(transferred.digests)
-            self._send({**answer, "version": order.version, "digest": digest, "digests": digests})
-            self._prepare_load(order.version)
-            self._version = (order.version, digest)
+            self._send({**answer, "version": request.version, "digest": digest, "digests": digests})
+            self._prepare_load(request.version)
+            self._version = (request.version, digest)
             ends = (received, time.perf_counter())
             self.phases_ms = {
                 "receive": round(1e3 * (ends[0] - began), 1),
@@ -247,17 +247,17 @@ class ServerMember:
         finally:
             self._weights.release()
 
-    def _received(self, order: TransferOrder) -> Transferred:
+    def _received(self, request: TransferRequest) -> Transferred:
         """Receives a version and verifies it."""
         group, receiver = self._group, self._receiver
         if group is None or receiver is None:
             raise RuntimeError("this worker is in no weight group")
-        limit = threading.Timer(order.timeout_s, group.abort)
+        limit = threading.Timer(request.timeout_s, group.abort)
         limit.daemon = True
         try:
             self._version = None
             limit.start()
-            return receiver.receive(group, order)
+            return receiver.receive(group, request)
         except BaseException:
             self._abort()
             # Aborted work of Gloo may still write into the copy.

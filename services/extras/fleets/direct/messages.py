@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from services.weightsync.transfer import TransferOrder
+from services.weightsync.transfer import TransferRequest
 from services.weightsync.weight_plan import WeightPlan
 
 Message = dict[str, Any]
@@ -37,13 +37,13 @@ def plan_message(plan: WeightPlan) -> Mapping[str, Any]:
     return described
 
 
-def receive_message(order: TransferOrder) -> Message:
+def receive_message(request: TransferRequest) -> Message:
     """Returns the job to receive a version."""
     return {
         "kind": RECEIVE,
-        "epoch": order.epoch,
-        "version": order.version,
-        "timeout_s": order.timeout_s,
+        "epoch": request.epoch,
+        "version": request.version,
+        "timeout_s": request.timeout_s,
     }
 
 

@@ -11,7 +11,7 @@ from services.extras.fleets.direct.relay import GroupRelay
 from services.extras.fleets.direct.weights import DirectVersion, DirectWeights
 from services.weightsync.endpoints import WeightSink
 from services.weightsync.group import WeightGroup
-from services.weightsync.transfer import TransferOrder, Transferred
+from services.weightsync.transfer import Transferred, TransferRequest
 from services.weightsync.weight_plan import WeightPlan, version_digest
 
 _MARGIN_S: Final = 2.0
@@ -41,23 +41,23 @@ class DirectReceiver:
                 f"the servers formed no weight group with the trainer: {error}"
             ) from error
 
-    def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
+    def receive(self, group: WeightGroup, request: TransferRequest) -> Transferred:
         relay = GroupRelay.newest()
-        receiving = asyncio.run_coroutine_threadsafe(relay.transfer(self.plan, order), self._loop)
+        receiving = asyncio.run_coroutine_threadsafe(relay.transfer(self.plan, request), self._loop)
         try:
-            digests, holders = receiving.result(order.timeout_s + _MARGIN_S)
+            digests, holders = receiving.result(request.timeout_s + _MARGIN_S)
         except BaseException:
             receiving.cancel()
             raise
         self._weights = DirectWeights(
-            version=order.version,
+            version=request.version,
             digest=version_digest(digests),
             num_bytes=self.plan.num_bytes,
             holders=holders,
             repeat=relay.repeat,
             is_repeatable=lambda: relay.is_open,
         )
-        relay.last_order = order
+        relay.last_request = request
         return Transferred(digests=digests, num_bytes=self.plan.num_bytes * len(holders))
 
     async def adopt(self, version: int) -> float:

@@ -47,7 +47,7 @@ from services.extras.fleets.direct.source import (
 )
 from services.extras.fleets.direct.weights import DirectFleet, DirectServer, DirectWeights
 from services.weightsync.group import RankAssignment, Work
-from services.weightsync.transfer import HEADER_BYTES, TransferOrder, check_statement
+from services.weightsync.transfer import HEADER_BYTES, TransferRequest, check_statement
 from services.weightsync.weight_plan import WeightPlan
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class GroupRelay:
         self._plan: WeightPlan | None = None
         self.is_open = True
         """False once the controller has ended the epoch."""
-        self.last_order: TransferOrder | None = None
+        self.last_request: TransferRequest | None = None
 
     @classmethod
     def of_channel(
@@ -169,7 +169,7 @@ class GroupRelay:
         )
 
     async def transfer(
-        self, plan: WeightPlan, order: TransferOrder
+        self, plan: WeightPlan, request: TransferRequest
     ) -> tuple[tuple[str, ...], list[tuple[DirectServer, str]]]:
         """Sends a version to the members of the group.
 
@@ -183,11 +183,14 @@ class GroupRelay:
         if members is None:
             raise RuntimeError("no group was formed for this transfer")
         if not members:
-            return await self._stated(plan, order), []
-        message = receive_message(order)
+            return await self._stated(plan, request), []
+        message = receive_message(request)
         try:
             answers = await gather_in_group(
-                [self._received(member, message, order.timeout_s + _REPORT_S) for member in members]
+                [
+                    self._received(member, message, request.timeout_s + _REPORT_S)
+                    for member in members
+                ]
             )
         except _MemberLostError:
             self._members = None
@@ -203,19 +206,24 @@ class GroupRelay:
         Raises:
             ServerAwayError: If the server or the trainer does not do it.
         """
-        order, plan = self.last_order, self._plan
-        if not self.is_open or order is None or plan is None or order.version != weights.version:
+        request, plan = self.last_request, self._plan
+        if (
+            not self.is_open
+            or request is None
+            or plan is None
+            or request.version != weights.version
+        ):
             raise ServerAwayError(f"{server.address} waits for the next weight version")
         self._repeating.add(server.address)
         try:
-            async with asyncio.timeout(2 * self._timeout_s + order.timeout_s):
+            async with asyncio.timeout(2 * self._timeout_s + request.timeout_s):
                 members = await self._opened([server])
                 if not members:
                     raise ServerAwayError(f"{server.address} was lost before it received weights")
-                answers = await self._connected(members, again=order)
+                answers = await self._connected(members, again=request)
         except TimeoutError as error:
             raise ServerAwayError(
-                f"{server.address} did not receive version {order.version} in time"
+                f"{server.address} did not receive version {request.version} in time"
             ) from error
         except RuntimeError as error:
             raise ServerAwayError(f"{server.address} received no weights: {error}") from error
@@ -258,7 +266,7 @@ class GroupRelay:
         return [member for member in members if member is not None]
 
     async def _connected(
-        self, members: Sequence[Member], *, again: TransferOrder | None = None
+        self, members: Sequence[Member], *, again: TransferRequest | None = None
     ) -> Any:
         """Connects servers with the trainer.
 
@@ -314,7 +322,7 @@ class GroupRelay:
             await asyncio.to_thread(store.set, ORDER_KEY.format(number), order)
 
     async def _joined(
-        self, member: Member, message: Message, group: int, again: TransferOrder | None
+        self, member: Member, message: Message, group: int, again: TransferRequest | None
     ) -> list[Message]:
         """Makes a server's workers join a group, and receive a repeated version.
 
@@ -431,7 +439,7 @@ class GroupRelay:
             "weight_sync.mode to cpu_async"
         )
 
-    async def _stated(self, plan: WeightPlan, order: TransferOrder) -> tuple[str, ...]:
+    async def _stated(self, plan: WeightPlan, request: TransferRequest) -> tuple[str, ...]:
         """Returns the digest of each source for a version that no server received."""
         number, self._num_unsent = self._num_unsent, self._num_unsent + 1
         digests = []
@@ -439,7 +447,7 @@ class GroupRelay:
             text = await asyncio.to_thread(store.get, STATEMENT_KEY.format(number))
             stated = torch.frombuffer(bytearray(bytes.fromhex(text.decode())), dtype=torch.uint8)
             computed: Tensor = stated[HEADER_BYTES:].clone().view(torch.int64).view(-1, 2)
-            digests.append(check_statement(stated, computed, plan, order, source=source))
+            digests.append(check_statement(stated, computed, plan, request, source=source))
         return tuple(digests)
 
     def _lose(self, server: DirectServer, session: str, why: str) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from services.common.errors import DataLossError, ServiceError, UnavailableError
 from services.extras.stored_weights import channel
-from services.weightsync.transfer import TransferOrder
+from services.weightsync.transfer import TransferRequest
 from tests.helpers.stored_members import MemoryFolder, StoredCluster
 
 
@@ -59,13 +59,13 @@ async def test_changes_are_small_and_need_their_base(store):
         await cluster.load(member, *first)
     num_bytes = sum(map(len, store.objects.values()))
     change(cluster, 1)
-    order, digest = await cluster.write(1, base_version=0)
+    request, digest = await cluster.write(1, base_version=0)
     assert sum(map(len, store.objects.values())) < num_bytes / 5
-    await cluster.load(cluster.receivers[0], order, digest)
+    await cluster.load(cluster.receivers[0], request, digest)
     # The other one has left its group, and so lost what it held.
     await cluster.form_group(2, [cluster.receivers[1]])
     with pytest.raises(DataLossError, match="expected a delta from version -1"):
-        await cluster.load(cluster.receivers[1], order, digest)
+        await cluster.load(cluster.receivers[1], request, digest)
 
 
 @pytest.mark.parametrize("is_torn", [False, True], ids=["before", "after"])
@@ -76,9 +76,9 @@ async def test_a_version_whose_writing_was_interrupted_anywhere_is_never_served(
     """Ends the store at each operation, before it has an effect or just after; then all starts again."""
     cluster = StoredCluster(num_sources, bucket_bytes=8192)
     await cluster.form_group()
-    order, digest = await cluster.write(0)
+    request, digest = await cluster.write(0)
     for member in cluster.receivers:
-        await cluster.load(member, order, digest)
+        await cluster.load(member, request, digest)
     version, epoch, num_interrupted = 0, 1, 0
     store.is_torn = is_torn
     while True:
@@ -87,7 +87,7 @@ async def test_a_version_whose_writing_was_interrupted_anywhere_is_never_served(
         served = [{name: t.clone() for name, t in sink.live.items()} for sink in cluster.sinks]
         store.dies_at = store.num_operations + 1 + num_interrupted
         try:
-            order, digest = await cluster.write(version, kept_names=[order["stored"]])
+            request, digest = await cluster.write(version, kept_names=[request["stored"]])
         except ServiceError as error:
             assert "the store is gone" in str(error)
         else:
@@ -99,21 +99,21 @@ async def test_a_version_whose_writing_was_interrupted_anywhere_is_never_served(
         epoch += 1
         await cluster.form_group(epoch, cluster.senders)
         store.is_torn, torn = False, store.is_torn
-        order, digest = await cluster.write(version)
+        request, digest = await cluster.write(version)
         store.is_torn = torn
         for member in cluster.receivers:
-            await cluster.load(member, order, digest)
+            await cluster.load(member, request, digest)
         assert cluster.serves_what_was_sent()
         # Only the version that was just written is left, whatever the interrupted one had written.
-        assert {name.split("/")[0] for name in store.objects} == {order["stored"]}
+        assert {name.split("/")[0] for name in store.objects} == {request["stored"]}
     assert num_interrupted >= 6
 
 
 async def test_a_manifest_is_written_after_all_parts(store):
     cluster = StoredCluster(bucket_bytes=8192)
     await cluster.form_group()
-    order, _ = await cluster.write(0)
-    names = [name.split("/")[-1] for name in store.objects if name.startswith(order["stored"])]
+    request, _ = await cluster.write(0)
+    names = [name.split("/")[-1] for name in store.objects if name.startswith(request["stored"])]
     assert names[-1] == "manifest.json"
     assert len(names) == 5  # three buckets, and what the source states about them
 
@@ -121,17 +121,17 @@ async def test_a_manifest_is_written_after_all_parts(store):
 async def test_a_read_that_was_interrupted_anywhere_changes_nothing_that_is_served(store):
     cluster = StoredCluster(bucket_bytes=8192)
     await cluster.form_group()
-    order, digest = await cluster.write(0)
+    request, digest = await cluster.write(0)
     member, sink = cluster.receivers[0], cluster.sinks[0]
-    await cluster.load(member, order, digest)
+    await cluster.load(member, request, digest)
     change(cluster, 1)
-    order, digest = await cluster.write(1)
+    request, digest = await cluster.write(1)
     served = {name: tensor.clone() for name, tensor in sink.live.items()}
     num_reads = epoch = 1
     while True:
         store.dies_at = store.num_operations + num_reads
         try:
-            await cluster.load(member, order, digest)
+            await cluster.load(member, request, digest)
         except UnavailableError:
             assert sink.version == 0
             assert all(torch.equal(sink.live[name], tensor) for name, tensor in served.items())
@@ -149,7 +149,7 @@ async def test_a_damaged_object_is_never_served(store, damage):
     cluster = StoredCluster(bucket_bytes=8192)
     await cluster.form_group()
     member, sink = cluster.receivers[0], cluster.sinks[0]
-    order, digest = await cluster.write(0)
+    request, digest = await cluster.write(0)
     intact = dict(store.objects)
     for epoch, (name, content) in enumerate(sorted(intact.items()), 2):
         flipped = bytes([content[0] ^ 1]) + content[1:]
@@ -158,11 +158,11 @@ async def test_a_damaged_object_is_never_served(store, damage):
         if damage == "missing":
             del store.objects[name]
         with pytest.raises(DataLossError, match="rejected"):
-            await cluster.load(member, order, digest)
+            await cluster.load(member, request, digest)
         assert sink.version == -1
         await cluster.form_group(epoch, [member])
     store.objects = intact
-    await cluster.load(member, order, digest)
+    await cluster.load(member, request, digest)
     assert sink.version == 0
 
 
@@ -244,8 +244,8 @@ async def test_a_transfer_that_fails_late_leaves_a_newer_group_alone(store, monk
 
     monkeypatch.setattr(sender, "_exchange", exchange)
     await sender.prepare(1, 0, cluster.plan_hash)
-    order = TransferOrder(epoch=1, version=0, timeout_s=30, base_version=-1, stored="v0")
-    transfer = asyncio.create_task(sender.transfer(order))
+    request = TransferRequest(epoch=1, version=0, timeout_s=30, base_version=-1, stored="v0")
+    transfer = asyncio.create_task(sender.transfer(request))
     await began.wait()
     await cluster.form_group(2, [sender])
     ends.set()

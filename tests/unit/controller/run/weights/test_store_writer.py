@@ -11,7 +11,7 @@ from services.controller.run.weights.shelf import Shelf
 from services.controller.run.weights.store_channel import StoreChannel, StoreTrouble
 from services.controller.run.weights.store_writer import StoreWriter
 from services.extras.stored_weights import channel
-from services.weightsync.transfer import TransferOrder
+from services.weightsync.transfer import TransferRequest
 from tests.helpers.stored_members import MemoryFolder, StoredCluster
 
 
@@ -42,8 +42,8 @@ class Client:
     async def form_group(self, epoch, *, receiver, num_receivers, **options):
         await self._member.form_group(epoch, receiver=-1, num_receivers=num_receivers, **options)
 
-    async def transfer(self, epoch, version, **order):
-        return await self._member.transfer(TransferOrder(epoch=epoch, version=version, **order))
+    async def transfer(self, epoch, version, **request):
+        return await self._member.transfer(TransferRequest(epoch=epoch, version=version, **request))
 
 
 class Members:
