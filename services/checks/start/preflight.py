@@ -38,7 +38,13 @@ from services.common.callables import (
 from services.common.callables import logger as user_code_logger
 from services.common.errors import ServiceError
 from services.common.local_copies import with_local_copies
-from services.common.models.configs import begin_check, full_config, is_folder, read_config
+from services.common.models.configs import (
+    begin_check,
+    full_config,
+    is_folder,
+    missing_folder,
+    read_config,
+)
 from services.common.models.families import (
     FAMILIES,
     Family,
@@ -583,11 +589,8 @@ def _unreadable(key: str, error: OSError) -> str:
 def _weights(key: str, model: ModelSpec) -> Iterator[str]:
     """Yields problems that prevent a model from being loaded."""
     path = model.path
-    if path.startswith(("/", ".", "~")) and not is_folder(path):
-        raise ValueError(
-            f"{key}.path: folder {path!r} does not exist; use a folder with a model, a Hugging Face id such "
-            "as 'Qwen/Qwen2.5-0.5B', or a preset such as 'tiny:qwen2-0.4m'"
-        )
+    if problem := missing_folder(path):
+        raise ValueError(f"{key}.path: {problem}")
     if Path(path).is_relative_to(OBJECT_CACHE.expanduser()):
         return  # the copy of a model in an object store, without its weights
     if is_folder(path) and not any(Path(path).glob("*.safetensors")):

@@ -128,12 +128,24 @@ def is_folder(path: str) -> bool:
     return os.path.isdir(path)  # noqa: PTH112
 
 
+def missing_folder(path: str) -> str:
+    """Returns why a path names no model, and the fix; empty if it is a folder, or the id of a model."""
+    if not path.startswith(("/", ".", "~")) or is_folder(path):
+        return ""
+    return (
+        f"folder {path!r} does not exist; use a folder with a model, a Hugging Face id such as "
+        "'Qwen/Qwen2.5-0.5B', or a preset such as 'tiny:qwen2-0.4m'"
+    )
+
+
 def find_file(model: ModelSpec, name: str) -> Path | None:
     """Returns the path of a file of ``model.path``, fetched if necessary; None if the model has no such file.
 
     Raises:
         OSError: If the file cannot be fetched.
     """
+    if problem := missing_folder(model.path):
+        raise FileNotFoundError(f"model.path: {problem}")
     if is_folder(model.path):
         path = Path(model.path) / name
         return path if path.is_file() else None
@@ -306,6 +318,8 @@ def _check_numbers(value: Any, key: str) -> None:
 
 def load_problem(model: ModelSpec, error: Exception) -> str:
     """Returns why a model does not load, and the fix."""
+    if problem := missing_folder(model.path):
+        return f"model.path: {problem}"
     text = str(error).strip()
     # Hugging Face reports the broken rule in one line, and the details in the next.
     reason = " ".join(text.split("\n")[:2]) if text else type(error).__name__

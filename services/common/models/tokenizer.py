@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.models.chat_layout import ChatLayout, chat_layout
-from services.common.models.configs import check_evaluates, find_file
+from services.common.models.configs import check_evaluates, find_file, missing_folder
 from services.common.models.control_tokens import ControlTokens, Piece, without_first_space
 from services.common.models.evaluator import CHATS, render
 from services.common.models.made_tokenizers import (
@@ -572,6 +572,8 @@ def _pretrained(name: str, model: ModelSpec) -> Any:
     from transformers import AutoTokenizer
 
     key = "model.tokenizer" if model.tokenizer else "model.path"
+    if problem := missing_folder(name):
+        raise ValueError(f"{key}: {problem}")
     try:
         # The tokenizer's class may depend on the model's configuration.
         with suppress(OSError):

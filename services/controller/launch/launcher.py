@@ -30,10 +30,10 @@ class WorkerExit:
         """Returns the exit, its first cause and the log in one line; without a cause also the last lines."""
         where = self.log or log_command(self.run_id, self.worker_id)
         lines = self.last_lines.strip().splitlines()[-_NUM_LAST_LINES:]
-        cause = self._cause() or (lines[0] if len(lines) == 1 else "")
         first = "" if self.rank is None else f", rank {self.rank} first"
         reference = unfinished_user_code(self.last_lines)
         code = f" while it ran {reference!r}, which must not end the process" if reference else ""
+        cause = self._cause() or (lines[0] if len(lines) == 1 and not code else "")
         head = f"{self.worker_id} exited {self._status}{first}{code}"
         if cause or code or not lines:
             return f"{head}{cause and ': '}{cause} (log: {where})"

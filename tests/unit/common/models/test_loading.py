@@ -82,3 +82,22 @@ def test_a_configuration_that_contradicts_itself_is_refused_with_the_rule(tmp_pa
         load_config(
             ModelSpec(path=str(tmp_path)), load_tokenizer(ModelSpec(path="tiny:llama-0.4m"))
         )
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./gone", "~nobody/model"])
+@pytest.mark.parametrize(
+    ("load", "key"),
+    [
+        (lambda path: configs.read_config(ModelSpec(path=path), None), "model.path"),
+        (lambda path: load_tokenizer(ModelSpec(path=path, tokenizer="bytes")), "model.path"),
+        (lambda path: load_tokenizer(ModelSpec(path=path)), "model.path"),
+        (
+            lambda path: load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer=path)),
+            "model.tokenizer",
+        ),
+    ],
+)
+def test_a_folder_that_does_not_exist_is_named_with_its_key_wherever_it_is_read(path, load, key):
+    with pytest.raises((OSError, ValueError)) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{key}: folder {path!r} does not exist; ")

@@ -202,8 +202,10 @@ def test_code_of_the_user_that_ends_its_process_is_named(tmp_path, log_format, e
     lost = WorkerExit(
         run_id="r", worker_id="trainer-0", code=code, last_lines=last_lines(log), log=str(log)
     )
-    assert f"while it ran '{file}:f'" in lost.report()
-    assert str(log) in lost.report()
+    status = f"with exit code {code}" if code >= 0 else f"with signal {-code}"
+    assert lost.report() == (
+        f"trainer-0 exited {status} while it ran '{file}:f', which must not end the process (log: {log})"
+    )
 
 
 def test_code_of_the_user_that_has_ended_is_not_blamed():
