@@ -1,8 +1,8 @@
 """Tests that the specifications of docs/recipes.md are valid."""
 
-from services.checks.start.preflight import check
 from services.common.runspec.loader import load_spec
 from tests.helpers.pages import recipes
+from tests.helpers.preflight import check
 
 
 def test_every_recipe_is_valid_as_it_stands(tmp_path):

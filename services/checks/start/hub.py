@@ -5,7 +5,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from services.common.models.configs import is_folder
+from services.common.models.configs import is_folder, missing_folder
 from services.common.models.made_tokenizers import is_builtin_tokenizer, tokenizer_name
 from services.common.runspec.run import RunSpec
 
@@ -25,16 +25,12 @@ def model_config(spec: RunSpec) -> Any:
 def hub_is_needed(spec: RunSpec) -> bool:
     """Returns True if a model, a tokenizer or data comes from Hugging Face."""
     for model in (spec.model, spec.of_reference.model):
-        if not (is_builtin_tokenizer(name := tokenizer_name(model)) or _is_folder(name)):
+        name = tokenizer_name(model)
+        if not (is_builtin_tokenizer(name) or is_folder(name) or missing_folder(name)):
             return True
-        if not (model.is_tiny or _is_folder(model.path)):
+        if not (model.is_tiny or is_folder(model.path) or missing_folder(model.path)):
             return True
     return any(source.source == "huggingface" for source in spec.data.sets.values())
-
-
-def _is_folder(name: str) -> bool:
-    """Returns True if a name denotes a folder, even a missing one."""
-    return name.startswith(("/", ".", "~")) or is_folder(name)
 
 
 def go_offline_unless_reachable() -> bool:

@@ -387,16 +387,6 @@ def read_checked(
     return draft
 
 
-def check(spec: RunSpec) -> None:
-    """Checks all resources that a specification names.
-
-    Raises:
-        SpecError: With one line per problem.
-    """
-    if problems := _examined_here(spec).problems:
-        raise SpecError(problems)
-
-
 class _Activities(logging.Handler):
     """Sends the messages about user code, and the parts of the specification, to another process."""
 
@@ -411,7 +401,7 @@ class _Activities(logging.Handler):
 def _examined_apart(spec: RunSpec, **options: bool) -> RowTrialResult:
     """Examines a specification in a process of its own, which the user's code may end."""
     if sys.platform != "linux":
-        return _examined_here(spec, **options)
+        return examined_here(spec, **options)
     if hub_is_needed(spec) and not is_url(spec.model.path):
         go_offline_unless_reachable()  # for later checks of this process too
     context, activities = get_context("fork"), list[str]()
@@ -439,11 +429,7 @@ def _examined_apart(spec: RunSpec, **options: bool) -> RowTrialResult:
 
 
 def _why_ended(exit_code: int, activities: Sequence[str]) -> str:
-    """Returns a problem: the process ended that examined a specification.
-
-    Args:
-        activities: What it was checking, the part of the specification first.
-    """
+    """Returns a problem: a process ended that examined a specification, its part ``activities[0]`` first."""
     status = f"exit code {exit_code}"
     if exit_code < 0:
         status = f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
@@ -463,14 +449,14 @@ def _examine(connection: Connection, spec: RunSpec, options: Mapping[str, bool])
     user_code_logger.setLevel(logging.INFO)
     user_code_logger.propagate = False
     try:
-        connection.send(_examined_here(spec, **options))
+        connection.send(examined_here(spec, **options))
     except KeyboardInterrupt:
         return  # the command that waits is interrupted too
     except Exception as error:  # noqa: BLE001 -- raised again by the process that waits
         connection.send(ExceptionWithTraceback(error, error.__traceback__))
 
 
-def _examined_here(
+def examined_here(
     spec: RunSpec, *, tries_functions: bool = True, has_workers: bool = True
 ) -> RowTrialResult:
     problems: list[str] = []

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from services.checks.start.preflight import check
 from services.common.errors import DataLossError
 from services.common.models.loading import load_config
 from services.common.models.tokenizer import load_tokenizer
@@ -16,6 +15,7 @@ from services.trainer import __main__ as trainer
 from services.trainer.checkpoint import compatibility, manifest
 from services.trainer.settings import TrainerSettings
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
+from tests.helpers.preflight import check
 from tests.helpers.specs import changed
 
 MUON = {"kind": "muon", "learning_rate": 1e-3}

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.checks.start.preflight import check, read_checked
+from services.checks.start.preflight import read_checked
 from services.common.models.loading import build_model
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.loader import SpecError, parse_spec
 from services.common.runspec.run import ModelSpec
 from tests.helpers.mixtures import tiny_config
+from tests.helpers.preflight import check
 from tests.helpers.specs import changed
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from services.checks.start.preflight import check
 from services.common.callables import load_callable
 from services.common.runspec.loader import load_spec
 from services.extras.agents.agent import Agent
@@ -15,6 +14,7 @@ from services.rollout.calls.pool import CallPool
 from services.rollout.sandbox.pool import SandboxPool
 from services.rollout.sandbox.service import SandboxService
 from services.rollout.workflows.base import WorkflowResources
+from tests.helpers.preflight import check
 from tests.helpers.served_episode import Scripted, make_episode
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "bugfix"

@@ -4,7 +4,6 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from services.checks.start.preflight import check
 from services.common.callables import load_callable
 from services.common.runspec.loader import load_spec
 from services.extras.agents.agent import Agent
@@ -13,6 +12,7 @@ from services.rollout.calls.pool import CallPool
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.workflows.base import WorkflowResources
 from services.rollout.workflows.turns import trained_once
+from tests.helpers.preflight import check
 from tests.helpers.served_episode import TOKENIZER, make_episode
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "halves"
