@@ -14,6 +14,8 @@ from deploy.observability.queries import (
 
 _SYNC = "slipstream_weight_sync_duration_seconds"
 _TOTAL = f'{RUN},phase="total"'
+_FLEET_TOKENS = f"rate(slipstream_fleet_run_tokens_total[{RATE}])"
+_FLEET_SHARE = "slipstream_fleet_run_share"
 
 WEIGHT_SYNC = Dashboard(
     uid="slipstream-weight-sync",
@@ -160,6 +162,21 @@ FLEET = Dashboard(
             "Requests by run",
             "Requests of each run that its servers decode, or keep waiting for a slot.",
             [("sum by (run, state) (slipstream_fleet_run_requests)", "{{run}} {{state}}")],
+        ),
+        Panel(
+            "Tokens against shares",
+            "Part of each run in the tokens of these servers, and its part by the weights of the runs.",
+            [
+                (
+                    f"sum by (run) ({_FLEET_TOKENS}) / scalar(sum({_FLEET_TOKENS}))",
+                    "{{run}}",
+                ),
+                (
+                    f"avg by (run) ({_FLEET_SHARE}) / scalar(sum(avg by (run) ({_FLEET_SHARE})))",
+                    "{{run}} by weight",
+                ),
+            ],
+            unit="percentunit",
         ),
         Row("Controller"),
         Panel(
