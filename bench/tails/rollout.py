@@ -33,13 +33,14 @@ class Tokenizer:
     eos_id, pad_id, vocab_size = 1, 0, 256
     stop_ids = frozenset({1})
     special_tokens: Mapping[str, int] = {}
+    textless_tokens: Mapping[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
         return [2] * len(text)
 
     encode_prompt = encode
 
-    def decode(self, ids: Any) -> str:
+    def decode(self, ids: Any, *, keeps_special: bool = False) -> str:
         return ""
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from services.common.fields import sample_key
@@ -46,9 +47,12 @@ class MemoryQueue:
         finally:
             self._watchers.remove(watcher)
 
-    async def release(self, partition: str, keys: Sequence[str]) -> None:
-        for key in keys:
-            self._stored.pop(key, None)
+    async def release(
+        self, partition: str, keys: Sequence[str], attempts: Sequence[int] = ()
+    ) -> None:
+        for key, attempt in zip_longest(keys, attempts):
+            if attempt is None or self._stored.get(key, {}).get("attempt", 0) <= attempt:
+                self._stored.pop(key, None)
 
     def _meta(self, stored: Mapping[str, Mapping[str, Any]]) -> KVBatchMeta:
         names = next(iter(stored.values()), {})
