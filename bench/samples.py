@@ -37,8 +37,8 @@ from services.common.runspec.run import ModelSpec
 from services.rollout.data.prompts import Prompt
 from services.rollout.rewards.base import Score
 from services.rollout.sampling.publisher import GroupPublisher
+from services.rollout.sampling.sample import Sample
 from services.rollout.sampling.sample_recorder import SampleRecorder
-from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.turns import Turn
 from services.wire.data.client import DataClient
 from services.wire.transferqueue.client import TransferQueueClient

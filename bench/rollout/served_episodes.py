@@ -29,8 +29,13 @@ from services.rollout.monitor import monitor
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.progress_cache import TransferQueueCache
+from services.rollout.sampling.sample import (
+    Sample,
+    prompt_fields,
+    sample_fields,
+    sample_tags,
+)
 from services.rollout.sampling.sampler import Failure, GroupSampler
-from services.rollout.sampling.samples import Sample, prompt_fields, sample_fields, sample_tags
 from services.wire.batch import KVBatchMeta
 from services.wire.workers import GroupAssignment
 

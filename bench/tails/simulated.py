@@ -31,7 +31,7 @@ from services.controller.run.state.requests import CurrentSpec
 from services.controller.run.train.train_step import take_batch
 from services.extras.fake_engine.virtual_time import VirtualTimeLoop
 from services.rollout.data.prompts import Prompt, PromptStore
-from services.rollout.sampling.samples import Sample
+from services.rollout.sampling.sample import Sample
 from services.wire.controller import GroupFailure
 from services.wire.workers import GroupAssignment
 

@@ -9,7 +9,7 @@ from typing import Any
 from services.common.fields import sample_key
 from services.rollout.data.prompts import Prompt
 from services.rollout.sampling.progress_cache import GroupProgress, MemberProgress
-from services.rollout.sampling.samples import Sample, sample_tags
+from services.rollout.sampling.sample import Sample, sample_tags
 from services.wire.batch import KVBatchMeta
 from services.wire.workers import GroupAssignment
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from services.rollout.rewards.base import Score
-from services.rollout.sampling.samples import Sample, prompt_fields, sample_fields
+from services.rollout.sampling.sample import Sample, prompt_fields, sample_fields
 from services.rollout.workflows.turns import (
     Conversation,
     Turn,

@@ -22,8 +22,8 @@ from services.rollout.sampling.progress_cache import (
     TransferQueueCache,
 )
 from services.rollout.sampling.publisher import GroupPublisher
+from services.rollout.sampling.sample import Sample
 from services.rollout.sampling.sample_recorder import SampleRecorder
-from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.turns import Turn
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.settings import TransferQueueSettings

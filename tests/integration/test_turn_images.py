@@ -32,7 +32,7 @@ from services.rollout.sampling.progress_cache import (
     encode_progress,
 )
 from services.rollout.sampling.publisher import GroupPublisher
-from services.rollout.sampling.samples import Sample
+from services.rollout.sampling.sample import Sample
 from services.rollout.workflows.base import WorkflowResources
 from services.rollout.workflows.turns import concat_inputs, divided, observed, token_ids
 from services.trainer.batch.step_plan import Bounds

@@ -148,7 +148,7 @@ def _size_problems(spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]]) -> It
 
 
 def _check_demonstrations(prompt: Prompt, spec: RunSpec, location: str) -> None:
-    """Rejects an answer that the run would not train, as ``rollout/sampling/samples.py`` does."""
+    """Rejects an answer that the run would not train, as ``rollout/sampling/sample.py`` does."""
     max_tokens = spec.rollout.max_response_tokens
     longest = max((demonstration.num_tokens for demonstration in prompt.demonstrations), default=0)
     if longest > max_tokens and not prompt.may_be_cut:

@@ -22,7 +22,7 @@ from services.rollout.rewards.answers import BEGIN
 from services.rollout.rewards.base import Reward, RewardInput, Score, sum_of_scores
 from services.rollout.rewards.scorer import Comparison
 from services.rollout.sampling.progress_cache import GroupProgress, MemberProgress
-from services.rollout.sampling.samples import (
+from services.rollout.sampling.sample import (
     Sample,
     answer_digest,
     demonstration_sample,

@@ -20,7 +20,7 @@ from services.rollout.data.images import Picture
 from services.rollout.engines.base import FinishReason, TopLogprobs
 from services.rollout.failures import GroupError
 from services.rollout.rewards.base import Score
-from services.rollout.sampling.samples import row_of
+from services.rollout.sampling.sample import row_of
 from services.rollout.workflows.turns import Turn, routed_experts
 from services.wire.batch import KVBatchMeta
 from services.wire.data.client import DataClient

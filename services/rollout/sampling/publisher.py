@@ -13,8 +13,8 @@ from services.common.telemetry import tracing
 from services.rollout import metrics
 from services.rollout.data.prompts import Prompt
 from services.rollout.failures import GroupError
+from services.rollout.sampling.sample import Sample, prompt_fields, sample_fields, sample_tags
 from services.rollout.sampling.sample_recorder import SampleRecorder
-from services.rollout.sampling.samples import Sample, prompt_fields, sample_fields, sample_tags
 from services.rollout.sampling.teacher import Teacher
 from services.wire.data.client import DataClient
 from services.wire.data.model_inputs import ModelInputs, encode_bundles

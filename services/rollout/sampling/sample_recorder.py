@@ -17,7 +17,7 @@ from services.common.runspec.run import RunSpec
 from services.rollout import metrics
 from services.rollout.calls.outside import json_text
 from services.rollout.data.prompts import Prompt
-from services.rollout.sampling.samples import Sample
+from services.rollout.sampling.sample import Sample
 from services.rollout.workflows.reply_formats import reply_format
 from services.rollout.workflows.turns import Turn
 from services.wire.data.client import DataClient

@@ -35,7 +35,7 @@ from services.rollout.engines.base import GenerationResult
 from services.rollout.failures import GroupError, InterruptedGroupError
 from services.rollout.sampling.group import GroupServices, RunningGroup
 from services.rollout.sampling.progress_cache import GroupProgress
-from services.rollout.sampling.samples import Sample
+from services.rollout.sampling.sample import Sample
 from services.wire.workers import DEFERRED, GroupAssignment
 
 _CROWDED_KV = 0.95

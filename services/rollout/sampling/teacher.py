@@ -23,7 +23,7 @@ from services.rollout import metrics
 from services.rollout.calls.outside import AddressPolicy, ExternalService, delays
 from services.rollout.data.prompts import Prompt
 from services.rollout.failures import BusyError, CallError, GroupError
-from services.rollout.sampling.samples import Sample
+from services.rollout.sampling.sample import Sample
 from services.rollout.workflows.turns import divided, observed, token_ids
 
 _PATHS = {"vllm": "/v1/completions", "sglang": "/generate"}

@@ -24,7 +24,7 @@ from services.rollout.sampling.progress_cache import (
     decode_progress,
     encode_progress,
 )
-from services.rollout.sampling.samples import Sample, sample_fields
+from services.rollout.sampling.sample import Sample, sample_fields
 from services.rollout.workflows.turns import (
     NOTHING_SAMPLED,
     Turn,

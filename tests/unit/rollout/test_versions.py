@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.rollout.sampling.samples import Sample
+from services.rollout.sampling.sample import Sample
 from tests.helpers.engines import reference_logprobs, weights_of
 from tests.unit.rollout.sampling.test_sampler import (
     LONG,

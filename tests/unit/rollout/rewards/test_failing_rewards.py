@@ -10,7 +10,7 @@ from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput
 from services.rollout.rewards.scorer import Scorer
-from services.rollout.sampling.samples import sample_fields
+from services.rollout.sampling.sample import sample_fields
 from tests.helpers.columns import rows_of
 from tests.unit.rollout.sampling.test_sampler import assignment, sampling
 

@@ -15,7 +15,7 @@ from services.rollout.sampling.progress_cache import (
     decode_progress,
     encode_progress,
 )
-from services.rollout.sampling.samples import placed_rewards, sample_fields
+from services.rollout.sampling.sample import placed_rewards, sample_fields
 from services.rollout.workflows.base import Episode
 from services.rollout.workflows.turns import Turn, observed, trained_once
 from tests.helpers.columns import rows_of

@@ -27,8 +27,8 @@ from services.rollout.sampling.progress_cache import (
     decode_progress,
     encode_progress,
 )
+from services.rollout.sampling.sample import Sample, sample_fields, sample_tags
 from services.rollout.sampling.sampler import Failure, GroupSampler
-from services.rollout.sampling.samples import Sample, sample_fields, sample_tags
 from services.rollout.worker import RolloutServicer
 from services.rollout.workflows.base import Episode, SingleTurn
 from services.rollout.workflows.turns import Turn

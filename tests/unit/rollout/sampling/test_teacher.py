@@ -14,7 +14,7 @@ from services.rollout.calls.outside import AddressPolicy
 from services.rollout.data.prompts import Prompt
 from services.rollout.failures import GroupError
 from services.rollout.rewards.base import Score
-from services.rollout.sampling.samples import Sample
+from services.rollout.sampling.sample import Sample
 from services.rollout.sampling.teacher import Teacher
 from services.rollout.workflows.turns import Turn
 from services.trainer.algorithm.divergence import most_likely

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.rollout.sampling.samples import answer_digest
+from services.rollout.sampling.sample import answer_digest
 
 
 @pytest.mark.parametrize(
