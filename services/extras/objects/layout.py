@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 from services.common.errors import DataLossError, NotFoundError
@@ -27,6 +27,7 @@ _OBJECT: Final = re.compile(
     rf"(?P<name>{manifests.STEP_PREFIX}(?P<step>\d{{8}}))/"
     rf"(?:{re.escape(manifests.MANIFEST)}|(?P<upload>[^/]+)/.+)"
 )
+_UPLOAD: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _DOWNLOADS: Final = 2
 """Downloads of a damaged checkpoint before it counts as damaged in the store."""
 
@@ -58,16 +59,26 @@ def parse_manifest(content: bytes, where: str) -> StoredManifest:
     """Returns a manifest.
 
     Raises:
-        DataLossError: If it is not one, or was not written for a store.
+        DataLossError: If it is not one, was not written for a store, or names files outside the checkpoint.
     """
     try:
         document = json.loads(content)
-        sizes = {name: int(file["size"]) for name, file in document["files"].items()}
-        return StoredManifest(content, int(document["step"]), str(document["upload"]), sizes)
+        sizes = {str(name): int(file["size"]) for name, file in document["files"].items()}
+        upload = str(document["upload"])
+        manifest = StoredManifest(content, int(document["step"]), upload, sizes)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataLossError(
             f"{where} is not a manifest of a stored checkpoint: {error!r}"
         ) from error
+    # Both become paths on this host, and whoever can write to the store chooses them.
+    if _UPLOAD.fullmatch(upload) is None:
+        raise DataLossError(f"{where} names the upload {upload!r:.80}, which is not an id")
+    for name in sizes:
+        if PurePosixPath(name).is_absolute() or not {"", ".", ".."}.isdisjoint(name.split("/")):
+            raise DataLossError(
+                f"{where} names the file {name!r:.80}, which is not in a checkpoint"
+            )
+    return manifest
 
 
 def read_manifest(store: ObjectFolder, name: str) -> StoredManifest:
