@@ -233,20 +233,21 @@ async def test_a_server_whose_checksum_differs_from_anothers_gets_no_work() -> N
 
 
 async def test_an_owner_that_lives_keeps_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(module, "_now", lambda: now_s)
     monkeypatch.setattr(module, "_BEAT_S", 0.0)
     monkeypatch.setattr(module, "_SILENCE_S", 0.1)
-    monkeypatch.setattr(module.SglangServer, "_check_delay", lambda self, since: None)
     async with _serving() as (server,):
         owner, other = _client(server, "one"), _client(server, "two")
         await owner.attach()
         for _ in range(4):
             with pytest.raises(ServerBusyError, match="'one' uses this server"):
                 await other.attach()
-            await asyncio.sleep(0.06)
+            now_s += 0.06
             await owner.check()  # which renews its name
         with pytest.raises(ServerBusyError):
             await other.attach()
-        await asyncio.sleep(0.12)
+        now_s += 0.12
         await other.attach()
         with pytest.raises(ServerAwayError, match="another owner attached"):
             await owner.check()
