@@ -345,6 +345,6 @@ async def attached_engine(
 ) -> AsyncIterator[FleetEngine]:
     wanted = len(servers) if number is None else number
     engine = build(engine_config(servers, events))
-    async with running(engine), asyncio.timeout(30):
+    async with running(engine), asyncio.timeout(120):
         await until(lambda: len(engine.backend.fleet.attached) == wanted, poll_s=0.005)
         yield engine

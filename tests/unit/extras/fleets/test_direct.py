@@ -50,7 +50,7 @@ class Trainer(Source):
 class Run:
     """A trainer, a rollout whose engine is a fleet, and the session of their controller."""
 
-    def __init__(self, engine: FleetEngine, *, num_sources: int = 1, timeout_s: float = 5) -> None:
+    def __init__(self, engine: FleetEngine, *, num_sources: int = 1, timeout_s: float = 30) -> None:
         self.engine = engine
         self.cluster = Cluster(
             num_sources,
