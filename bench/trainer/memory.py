@@ -60,7 +60,13 @@ def main() -> None:
             tokens_per_micro_batch=arguments.tokens,
             rounds=2,
         )
-    common = {"dtype": "bfloat16" if on_gpu else "float32", "compile": on_gpu}
+    common = {
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "compile": on_gpu,
+        # Not "auto", which the plan resolves for the GPU of a run, of which a bench has none.
+        "activation_checkpointing": False,
+        "keep_gathered": True,
+    }
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "torch": torch.__version__,
