@@ -27,7 +27,7 @@ OTHERS := unit cluster gpu nodes
 ALL_MARKS := -o addopts='--import-mode=importlib --strict-markers -ra -p no:schemathesis'
 PROTOS := $(shell find proto/slipstream -name '*.proto')
 
-.PHONY: help setup s3-server constraints run unit test test-system test-api test-nightly test-faults test-slurm check static lint types imports dist proto proto-check docs docs-check site format clean
+.PHONY: help setup s3-server constraints run unit test test-system test-api test-nightly test-faults test-slurm check static lint types imports dist proto proto-check docs site format clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -87,8 +87,8 @@ check: $(READY) ## Check style, types, imports, stubs and docs, and run the unit
 	$(MAKE) --jobs 2 static unit
 
 # Beside the unit tests, whose collection uses one core.
-static: $(READY) ## Check style, types, imports, stubs and docs
-	$(MAKE) --jobs 2 --output-sync=target lint types imports proto-check docs-check
+static: $(READY) ## Check style, types, imports and stubs
+	$(MAKE) --jobs 2 --output-sync=target lint types imports proto-check
 
 lint: $(READY) ## Check style
 	$(BIN)/ruff format --check .
@@ -120,9 +120,6 @@ docs: $(READY) ## Regenerate docs/runspec.md and its schema, docs/models.md, doc
 
 site: $(READY) ## Build the documentation as an offline site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-
-docs-check: $(READY) ## Check the documentation for dead links
-	out=$$(mktemp -d) && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir $$out && rm -rf $$out
 
 clean: ## Remove the environment, builds and caches
 	rm -rf $(VENV) .venv-s3 build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,12 +1,8 @@
 """The documentation as a site that is opened from disk, without a network."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.helpers.cli import REPOSITORY
+from tests.helpers.site import build_site
 
 playwright = pytest.importorskip("playwright.async_api")
 pytest.importorskip("mkdocs")
@@ -17,12 +13,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", folder],
-        cwd=REPOSITORY,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        check=True,
-    )
+    build_site(folder)
     return folder
 
 

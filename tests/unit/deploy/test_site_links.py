@@ -1,15 +1,12 @@
 """Every link of the built site leads to a file of it, and to an anchor of that file."""
 
-import os
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from tests.helpers.cli import REPOSITORY
+from tests.helpers.site import build_site
 
 pytest.importorskip("mkdocs")
 
@@ -30,12 +27,7 @@ class _Page(HTMLParser):
 
 
 def test_no_link_of_the_site_is_dead(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path],
-        cwd=REPOSITORY,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        check=True,
-    )
+    build_site(tmp_path)
     pages = {path: _Page(path) for path in tmp_path.rglob("*.html")}
     dead = []
     for path, page in pages.items():
