@@ -176,9 +176,9 @@ class StoreKind:
     samples: str = ""
     """Function of a URL that returns :class:`StoredSamples`; empty if the store cannot have samples."""
     sample_reports: str = ""
-    """Coroutine function of a URL, ``TransferQueueClient.sample_upload`` of the run, a function that records
-    an event, and ``is_last``: True for the one report at the end of the run; empty if uploads record no
-    events."""
+    """Function of a URL, ``TransferQueueClient.sample_upload`` of the run and a function that records an
+    event; its result has the coroutine functions ``watch()``, which runs until it is cancelled, and
+    ``record_end()``, for the end of the run; empty if uploads record no events."""
     extra: str
     """Requirement for ``pip install``, for example ``slipstream[objects]``."""
 

@@ -285,9 +285,9 @@ class TrainingPipeline:
         return (report(self.journal.run_id, directory, weights, record=self._record),)
 
     def _upload_reports(self) -> Iterator[Coroutine[None, None, None]]:
-        spec = self.spec.now
-        if report := sample_reports(spec.samples.directory):
-            yield report(partial(self.queue.sample_upload, self.journal.run_id), self._record)
+        if reports := sample_reports(self.spec.now.samples.directory):
+            upload = partial(self.queue.sample_upload, self.journal.run_id)
+            yield reports(upload, self._record).watch()
 
     async def _record(self, note: Note) -> None:
         await self.journal.record_event(note, self.ledger)

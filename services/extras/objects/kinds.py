@@ -12,7 +12,7 @@ CLOUD: Final = StoreKind(
     upload=f"{_HERE}.exports:upload",
     folder=f"{_HERE}.connection:ObjectFolder",
     samples=f"{_HERE}.sample_records:ObjectSamples",
-    sample_reports=f"{_HERE}.reports:report_samples",
+    sample_reports=f"{_HERE}.reports:SampleReports",
     extra="slipstream[objects]",
 )
 """S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage."""

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 from services.common.errors import UnavailableError
 from services.common.stores import Report, size_text
@@ -14,10 +14,27 @@ _Result = TypeVar("_Result")
 
 PATIENCE_S: Final = 600.0
 """Seconds without a successful request after which a download fails."""
-TOLD_AFTER_S: Final = 10.0
+_TOLD_AFTER_S: Final = 10.0
 """Seconds of failure after which an event reports it; shorter ones only show in metrics."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 15.0
 _REPORT_EVERY_S, _LOG_EVERY_S = 1.0, 10.0
+
+
+class Outage:
+    """Decides when a failure is long enough for an event, and when its end is one."""
+
+    def __init__(self) -> None:
+        self._is_reported = False
+
+    def changed(self, failing_s: float) -> Literal["failing", "resumed"] | None:
+        """Returns what is to be reported of a store that has failed for ``failing_s``; 0 if it works."""
+        if failing_s >= _TOLD_AFTER_S and not self._is_reported:
+            self._is_reported = True
+            return "failing"
+        if failing_s == 0 and self._is_reported:
+            self._is_reported = False
+            return "resumed"
+        return None
 
 
 class TransferCancelledError(Exception):

@@ -4,7 +4,7 @@ import threading
 from dataclasses import dataclass, field
 
 from services.common.stores import size_text
-from services.extras.objects.transfers import TOLD_AFTER_S
+from services.extras.objects.transfers import Outage
 from services.trainer import metrics
 from services.wire.controller import WorkerSession
 
@@ -41,8 +41,7 @@ class UploadReports:
     _uploads: list[tuple[int, str]] = field(default_factory=list, init=False)
     """``(step, upload)`` of the checkpoints in the store that are not reported."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _is_failing: bool = field(default=False, init=False)
-    """True if the newest event about failures says that uploads fail."""
+    _outage: Outage = field(default_factory=Outage, init=False)
     _last_line: str = field(default="", init=False)
 
     def add(self, *uploads: tuple[int, str]) -> None:
@@ -80,17 +79,16 @@ class UploadReports:
         self._last_line = line
 
     def _report_failure(self, session: WorkerSession, status: UploadStatus) -> None:
-        if status.failing_s >= TOLD_AFTER_S and not self._is_failing:
-            self._is_failing = True
-            message = (
-                f"{activity(status)}; training continues, and the checkpoint stays on this host"
-            )
-            session.report_event("CheckpointUploadFailing", message, step=status.step)
-        elif status.failing_s == 0 and self._is_failing:
-            self._is_failing = False
-            session.report_event(
-                "CheckpointUploadResumed", f"uploads checkpoints to {self.url} again"
-            )
+        match self._outage.changed(status.failing_s):
+            case "failing":
+                message = (
+                    f"{activity(status)}; training continues, and the checkpoint stays on this host"
+                )
+                session.report_event("CheckpointUploadFailing", message, step=status.step)
+            case "resumed":
+                session.report_event(
+                    "CheckpointUploadResumed", f"uploads checkpoints to {self.url} again"
+                )
 
 
 def activity(status: UploadStatus) -> str:

@@ -594,9 +594,9 @@ class RunDriver:
         await self._services.launcher.stop(self._run_id)
         if not record_samples:
             await delete_sample_records(self._services.queue, self._run_id)
-            if report := sample_reports(self.spec.samples.directory):
+            if reports := sample_reports(self.spec.samples.directory):
                 upload = partial(self._services.queue.sample_upload, self._run_id)
-                await report(upload, self.record_event, is_last=True)
+                await reports(upload, self.record_event).record_end()
 
     async def _transition(self, event: RunEvent, reason: str, message: str = "") -> None:
         self._state = await self._move(event, reason, message)

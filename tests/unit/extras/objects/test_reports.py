@@ -103,9 +103,9 @@ async def test_a_failure_of_samples_is_reported_once_with_its_cause_and_once_whe
         return (False, *answer)
 
     events: asyncio.Queue[Note] = asyncio.Queue()
-    report = sample_reports(URL)
-    assert report is not None
-    watch = asyncio.create_task(report(sample_upload, events.put))
+    reports = sample_reports(URL)
+    assert reports is not None
+    watch = asyncio.create_task(reports(sample_upload, events.put).watch())
     outage = [(9.0, "no route"), (12.0, "no route"), UnavailableError("gone"), (17.0, "no route")]
     for answer in (*outage, (0.0, ""), (0.0, "")):
         failures.put_nowait(answer)
@@ -152,9 +152,9 @@ async def test_the_end_of_a_run_says_if_the_store_has_its_samples(
         return answer
 
     notes: asyncio.Queue[Note] = asyncio.Queue()
-    report = sample_reports(URL)
-    assert report is not None
-    await report(sample_upload, notes.put, is_last=True)
+    reports = sample_reports(URL)
+    assert reports is not None
+    await reports(sample_upload, notes.put).record_end()
     note = notes.get_nowait()
     assert notes.empty()
     assert note.type == kind
