@@ -5,13 +5,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    asynccontextmanager,
-    closing,
-    suppress,
-)
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +28,7 @@ from services.cli.local import (
 from services.cli.output import console, describe, print_line, write
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
-from services.common.task_group import until_first
+from services.common.task_group import TaskGroup, until_first
 from services.controller.api.operations import (
     CancelRun,
     ForkRun,
@@ -305,13 +299,20 @@ async def _run(
 async def _after_pausing(
     api: Api, run_id: str, following: Coroutine[Any, Any, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Resumes a run that an earlier command, killed meanwhile, began to pause; then follows the run."""
-    with closing(following):
-        if (await api.get(run_id)).state == "PAUSING":
-            await _until_paused(api, [run_id])
-            if (await api.get(run_id)).state == "PAUSED":
-                await api.call(ResumeRun(run_id=run_id))
+    """Follows a run; resumes it once it pauses, if an earlier command, killed meanwhile, asked for that."""
+    async with TaskGroup() as tasks:
+        tasks.create_task(_resume_paused(api, run_id))
         return await following
+
+
+async def _resume_paused(api: Api, run_id: str) -> None:
+    if (await api.get(run_id)).state == "PAUSING":
+        print_line(
+            console, "an earlier command began to pause this run; it resumes after the pause"
+        )
+        await _until_paused(api, [run_id])
+        if (await api.get(run_id)).state == "PAUSED":
+            await api.call(ResumeRun(run_id=run_id))
 
 
 async def _beside(
@@ -323,9 +324,7 @@ async def _beside(
         ServiceExitedError: If a service ends.
     """
     outcome, *_ = await until_first(
-        following,
-        SignalHandler().pause_runs(api, console),
-        services.supervise(),
+        following, SignalHandler().pause_runs(api, console), services.supervise()
     )
     return None if outcome.cancelled() else outcome.result()
 

@@ -1,5 +1,6 @@
 """Runs that an earlier command on this machine left unfinished."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -47,10 +48,16 @@ async def test_a_run_whose_pause_was_killed_is_resumed_once_it_has_paused(
     states: tuple[str, ...], is_resumed: bool
 ) -> None:
     api = Api(*states)
+    displayed = []
 
     async def follow() -> dict[str, Any]:
+        displayed.append(api.states[0])
+        async with asyncio.timeout(10):
+            while api.states[0] in ("PAUSING", "PAUSED"):  # noqa: ASYNC110 -- states set no event
+                await asyncio.sleep(0)
         return {"state": api.states[0]}
 
     outcome = await _after_pausing(api, _RUN, follow())  # type: ignore[arg-type]
+    assert displayed == [states[0]], "the display shows the wait for the pause"
     assert api.calls == ([ResumeRun(run_id=_RUN)] if is_resumed else [])
     assert outcome == {"state": "RUNNING" if is_resumed else states[-1]}
