@@ -1,4 +1,4 @@
-"""A client that connects during the admission of another one is admitted at once."""
+"""Admission of clients to the data plane."""
 
 import asyncio
 import time
@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import zmq
 
+from services.transferqueue.metrics import REJECTED
 from services.transferqueue.storage.dataplane import ALL_RUNS, DataPlane
 
 _HANDSHAKE_S = 0.3
@@ -51,4 +52,20 @@ async def test_concurrent_requests_are_answered() -> None:
             # ZeroMQ restarts a handshake after 30 s.
             async with asyncio.timeout(15):
                 assert await clients.public_keys.get() != await clients.public_keys.get()
+        context.destroy(linger=0)
+
+
+async def test_a_client_without_encryption_is_refused_and_counted() -> None:
+    plane = DataPlane(cast("Any", None), cast("Any", None), _Clients())
+    _, secret_key = zmq.curve_keypair()
+    counter = REJECTED.labels("data", "unauthenticated")
+    num_refused = counter._value.get()
+    with zmq.Context() as context:
+        async with plane.serve("127.0.0.1:0", secret_key=secret_key) as port:
+            socket = context.socket(zmq.DEALER)
+            socket.connect(f"tcp://127.0.0.1:{port}")
+            socket.send_multipart([b"garbage", b"more"], zmq.NOBLOCK)
+            async with asyncio.timeout(15):
+                while counter._value.get() == num_refused:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
         context.destroy(linger=0)

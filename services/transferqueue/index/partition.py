@@ -268,11 +268,7 @@ class Partition:
         return [self.rows[key] for key in keys]
 
     def remove(self, rows: Sequence[Row]) -> list[BlobRef]:
-        """Deletes rows.
-
-        Returns:
-            The blobs that no row uses any more.
-        """
+        """Deletes rows; returns the blobs that no row uses any more."""
         for row in rows:
             del self.rows[row.key]
             self.num_complete -= row.revision > 0

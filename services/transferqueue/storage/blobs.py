@@ -157,10 +157,7 @@ class BlobStore:
         return self._arena.capacity_bytes + (self._spill.capacity_bytes if self._spill else 0)
 
     def reserve(self, sizes: Sequence[int]) -> Grant | None:
-        """Reserves space for the blobs of a put.
-
-        Returns:
-            The grant; None if there is no space now.
+        """Reserves space for the blobs of a put; returns None if there is none now.
 
         Raises:
             InvalidArgumentError: If the blobs can never fit.
@@ -188,11 +185,7 @@ class BlobStore:
         return Grant(blob_ids, tuple(starts))
 
     async def spill(self, size_bytes: int) -> bool:
-        """Moves the oldest blobs without readers to disk until about ``size_bytes`` are free.
-
-        Returns:
-            True if any could be moved.
-        """
+        """Moves the oldest idle blobs to disk until about ``size_bytes`` are free; False if it moved none."""
         moved_bytes = 0
         for blob_id, blob in list(self._blobs.items()) if self._spill else ():
             is_idle = blob.checksum is not None and blob.num_pins == 0 and not blob.is_doomed

@@ -25,6 +25,7 @@ from typing import Protocol
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
 from services.common.admission import AdmissionProxy, private_socket
 from services.common.errors import (
@@ -323,6 +324,7 @@ ALL_RUNS = "*"
 _CURVE_READY = b"\x05READY"
 """Command with which ZeroMQ ends the handshake of an admitted client (CurveZMQ, RFC 26)."""
 _KEY_BYTES = 32
+_HANDSHAKE_FAILED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 
 _RECEIVE_QUEUE = 16
 _MAX_DETAIL = 1024
@@ -378,9 +380,13 @@ class DataPlane:
                     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
                     set_limits(router, receive_queue=_RECEIVE_QUEUE)
                     self._knows_peers = secret_key is not None
+                    events = router.get_monitor_socket(_HANDSHAKE_FAILED)
+                    failures = MessageSocket(events, _count_stranger)
                     async with _bound(router, bind, secret_key) as port:
                         self._socket = MessageSocket(router, self._on_network)
                         yield port
+                    router.disable_monitor()
+                    failures.close()
                     self._socket.close()
                     gate.close()
                     for task in self._running:
@@ -659,9 +665,6 @@ async def _answer_zap(
         frames: Request as a ROUTER receives it: route, empty, version, request id, domain, address,
             identity, mechanism, credentials.
         admitted_as: Returns the run of a public key in Z85; None if it is not admitted.
-
-    Returns:
-        The frames to send back.
     """
     route, request_id, mechanism, credentials = frames[0], frames[3], frames[7], frames[8:]
     run_id: str | None = None
@@ -674,6 +677,13 @@ async def _answer_zap(
         metrics.REJECTED.labels("data", "unauthenticated").inc()
         return [route, b"", b"1.0", request_id, b"400", b"not admitted", b"", b""]
     return [route, b"", b"1.0", request_id, b"200", b"OK", run_id.encode(), b""]
+
+
+def _count_stranger(frames: list[zmq.Frame]) -> None:
+    """Counts a client without CURVE. ZAP is not asked about it; one with an earlier key connects again."""
+    event = parse_monitor_message([frame.bytes for frame in frames])
+    if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+        metrics.REJECTED.labels("data", "unauthenticated").inc()
 
 
 def _run_of_peer(frame: zmq.Frame) -> str | None:
