@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from services.common.runspec.run import RunSpec
@@ -162,7 +163,19 @@ def _flat(gradients: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "options",
-    [{}, pytest.param({"cpu_offload": True}, marks=pytest.mark.nightly)],
+    [
+        {},
+        pytest.param(
+            {"cpu_offload": True},
+            marks=(
+                pytest.mark.nightly,
+                pytest.mark.skipif(
+                    not hasattr(FSDPModule, "reset_iter_state"),
+                    reason="FSDP2 of this torch cannot repeat a pass that broke: the trainer restarts",
+                ),
+            ),
+        ),
+    ],
     ids=["gathered", "offloaded"],
 )
 def test_a_pass_that_broke_leaves_nothing_behind(tmp_path: Path, options: dict[str, Any]) -> None:
