@@ -239,8 +239,10 @@ def _is_other_noun(words: str, asked_thing: Asked, prompt: str, number: _Number)
     return bool(allowed) and not counted.isdisjoint(asked.stems_of(prompt))
 
 
-def _asks_when(asked: str) -> bool:
-    return not asked or (bool(_ASKS_WHEN.search(asked)) and not re.search(r"\bago\b", asked))
+def _asks_when(question_text: str) -> bool:
+    return not question_text or (
+        bool(_ASKS_WHEN.search(question_text)) and not re.search(r"\bago\b", question_text)
+    )
 
 
 def _has_question(prompt: str) -> bool:
@@ -272,8 +274,8 @@ def _value(number: str) -> Fraction | None:
     if len(values) > 1 and not values[-1]:
         return None
     whole = values[0] if len(values) != 2 else Fraction(0)
-    part = values[-2] / values[-1] if len(values) > 1 else Fraction(0)
-    return sign * (whole + part) * (Fraction(10) ** int(power[1]) if power else 1)
+    fraction = values[-2] / values[-1] if len(values) > 1 else Fraction(0)
+    return sign * (whole + fraction) * (Fraction(10) ** int(power[1]) if power else 1)
 
 
 def _unit(rest: str) -> tuple[units.Unit | None, str]:
@@ -313,8 +315,8 @@ def _is_allowed(unit: units.Unit, prompt: str, expected_rest: str) -> bool:
     return unit.dimension in dimensions and is_unnamed
 
 
-def _has_other_word(words: str, asked: str, expected_rest: str) -> bool:
-    allowed = f"{asked} {expected_rest}".casefold()
+def _has_other_word(words: str, question_text: str, expected_rest: str) -> bool:
+    allowed = f"{question_text} {expected_rest}".casefold()
     if _KINDS["rate"].search(words) and not _ASKS_FOR_RATE.search(allowed):
         return True
     if (rate := _RATE_OF.search(words)) and _KINDS["rate"].search(words):

@@ -64,9 +64,9 @@ def is_rounded(value: Any, decimal: str) -> bool:
     return bool(difference <= Rational(1, 2 * 10**digits))
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    are_decimal = [value.has(Float) for value in (one, other)]
-    exact = [_without_floats(value) for value in (one, other)]
+def _is_same(number: Any, other_number: Any) -> bool:
+    are_decimal = [value.has(Float) for value in (number, other_number)]
+    exact = [_without_floats(value) for value in (number, other_number)]
     first, second = (value.evalf(n=_DIGITS) for value in exact)
     size = max(abs(first).evalf(), abs(second).evalf())
     if not size.is_finite:

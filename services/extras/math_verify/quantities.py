@@ -368,8 +368,8 @@ def other_currencies(answer: str, response: str, question: str = "") -> bool:
     expected = {*_currencies(answer), *(["USD"] * is_in_dollars(answer))}
     if not expected and question.strip():
         is_dollar = bool(_DOLLARS.search(question) or _DOLLAR_SIGN.search(question))
-        asked = {*_currencies(question), *(["USD"] * is_dollar)}
-        expected = asked or {"USD"}
+        question_currencies = {*_currencies(question), *(["USD"] * is_dollar)}
+        expected = question_currencies or {"USD"}
     return bool(expected and amounts) and amounts[-1] not in expected
 
 

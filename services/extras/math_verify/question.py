@@ -131,12 +131,12 @@ def asked_unit_of_rate(question: str) -> units.Unit | None:
 def _asked(question: str) -> tuple[str, units.Unit] | None:
     text = _FONT.sub(r" \1 ", asked(question)).replace("$", " ")
     requested = None
-    for place in _ASKED_UNIT.finditer(text):
-        words = _VERB.split(text[place.end() :], maxsplit=1)[0].split()[:4]
+    for match in _ASKED_UNIT.finditer(text):
+        words = _VERB.split(text[match.end() :], maxsplit=1)[0].split()[:4]
         for end in range(len(words), 0, -1):
             name = " ".join(words[:end]).rstrip(".?,!;:")
             unit = units.unit_of(name)
-            if unit is not None and not _is_no_unit(name, text[: place.end()]):
+            if unit is not None and not _is_no_unit(name, text[: match.end()]):
                 requested = name, unit
                 break
     return requested

@@ -461,13 +461,17 @@ def _group_sign(answer: str) -> str:
 
 def has_only_equations(line: str) -> bool:
     """Returns True for equations such as ``x=1 or y=3``, of which no side is the answer alone."""
-    parts = [part for part in _CONJUNCTION.sub(",", line).split(",") if part.strip(" $.")]
-    return bool(parts) and all(map(_EQUATION.fullmatch, parts))
+    equations = [
+        equation for equation in _CONJUNCTION.sub(",", line).split(",") if equation.strip(" $.")
+    ]
+    return bool(equations) and all(map(_EQUATION.fullmatch, equations))
 
 
 def has_other_alternatives(expected: str, candidate: str) -> bool:
     """Returns True for ``x=1 or y=2`` in place of ``x=1, y=2``: only one of both holds."""
-    names = {name[1] for part in alternatives(candidate) if (name := _NAMED.match(part))}
+    names = {
+        name[1] for alternative in alternatives(candidate) if (name := _NAMED.match(alternative))
+    }
     return len(names) > 1 and len(alternatives(candidate)) > len(alternatives(expected))
 
 

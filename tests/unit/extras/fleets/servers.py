@@ -343,8 +343,8 @@ def engine_config(servers: list[FakeServer], events: list[str], **changes: Any) 
 async def attached_engine(
     servers: list[FakeServer], events: list[str], *, number: int | None = None
 ) -> AsyncIterator[FleetEngine]:
-    wanted = len(servers) if number is None else number
+    num_servers = len(servers) if number is None else number
     engine = build(engine_config(servers, events))
     async with running(engine), asyncio.timeout(120):
-        await until(lambda: len(engine.backend.fleet.attached) == wanted, poll_s=0.005)
+        await until(lambda: len(engine.backend.fleet.attached) == num_servers, poll_s=0.005)
         yield engine

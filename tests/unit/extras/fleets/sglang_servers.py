@@ -55,7 +55,7 @@ class SglangEngine:
         """Reasons with which the next responses end before their first token."""
         self.failing: set[str] = set()
         """Paths that answer 400."""
-        self.held: dict[str, asyncio.Event] = {}
+        self.blocked_paths: dict[str, asyncio.Event] = {}
         """Paths that answer once their event is set."""
         self.calls: list[str] = []
         self.labels: list[str] = []
@@ -67,8 +67,8 @@ class SglangEngine:
         if path in self.failing or (path == "/begin_weight_update" and self.is_updating):
             message = "a weight-update session is already open" if self.is_updating else "failed"
             return JSONResponse({"success": False, "message": message}, status_code=400)
-        if path in self.held:
-            await self.held[path].wait()
+        if path in self.blocked_paths:
+            await self.blocked_paths[path].wait()
         match path:
             case "/update_weight_version":
                 self.label = body["new_version"]

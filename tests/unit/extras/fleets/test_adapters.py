@@ -281,12 +281,12 @@ async def test_a_run_that_ends_removes_its_adapters_and_no_others() -> None:
     async with _shared() as server, _attached(server, "a", 1.0) as first:
         async with _attached(server, "b", 2.0) as second:
             cut = asyncio.ensure_future(_generate(server, second, _body(5)))
-            kept = asyncio.ensure_future(_generate(server, first, _body(5)))
+            generating = asyncio.ensure_future(_generate(server, first, _body(5)))
             await until(lambda: len(server.engine.requests) == 2, poll_s=0.005)
         assert '"finish_reason": "abort"' in (await cut).text
         await until(lambda: [*server.engine.adapters.values()] == [1.0], poll_s=0.005)
         _free_steps(server)
-        assert (await kept).text.count('"logprob": -1.0') == 5
+        assert (await generating).text.count('"logprob": -1.0') == 5
 
 
 async def test_a_silent_session_ends_and_its_adapters_are_removed(

@@ -82,16 +82,17 @@ async def test_a_token_that_cannot_be_read_is_the_reason_that_is_shown(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("run", "version", "shown"), [("r", 3, "r"), (None, 3, "another project"), (None, None, "idle")]
+    ("run", "version", "expected"),
+    [("r", 3, "r"), (None, 3, "another project"), (None, None, "idle")],
 )
 def test_the_command_shows_a_server_that_another_project_uses_as_used(
-    run: str | None, version: int | None, shown: str
+    run: str | None, version: int | None, expected: str
 ) -> None:
     server = FleetServerView(
         address="http://a:1", is_healthy=True, exclusive_run=run, weight_version=version
     )
     ((_, cell, *_),) = _rows(server)
-    assert cell == shown
+    assert cell == expected
 
 
 async def test_a_specification_gets_the_servers_and_the_secret_of_its_fleet(tmp_path: Path) -> None:

@@ -565,10 +565,10 @@ async def test_siblings_share_a_server_and_others_go_to_the_idlest() -> None:
             for n, context in enumerate(contexts)
         ]
         await until(lambda: sum(len(server.engine.requests) for server in servers) == 8)
-        asked = [
+        contexts_by_server = [
             {tuple(body["token_ids"]) for body in server.engine.requests} for server in servers
         ]
-        assert sorted(map(len, asked)) == [1, 1]
+        assert sorted(map(len, contexts_by_server)) == [1, 1]
         _allow(servers, MANY)
         await asyncio.gather(*tasks)
 

@@ -97,7 +97,9 @@ async def test_a_router_that_starts_after_the_run_is_asked_for_its_servers() -> 
         await until(lambda: bool(events), poll_s=0.005)
         listed.append(server.address)
         await _adopt(engine, 1, 0.5)
-        assert [each.address for each in engine.backend.fleet.serving] == [server.address]
+        assert [serving_server.address for serving_server in engine.backend.fleet.serving] == [
+            server.address
+        ]
 
 
 async def test_a_server_that_leaves_while_it_receives_weights_ends_no_engine(
@@ -123,12 +125,14 @@ async def test_a_server_that_leaves_while_it_receives_weights_ends_no_engine(
         monkeypatch.setattr(VllmServer, "_send", wait)
         adopting = asyncio.ensure_future(_adopt(engine, 2, 0.75))
         await sends.wait()
-        (left,) = [each for each in fleet._servers if each.address == servers[0].address]
-        listed.remove(left.address)
-        await until(lambda: left._is_closed, poll_s=0.005)
+        (lost_server,) = [
+            candidate for candidate in fleet._servers if candidate.address == servers[0].address
+        ]
+        listed.remove(lost_server.address)
+        await until(lambda: lost_server._is_closed, poll_s=0.005)
         has_left.set()
         await adopting
-        assert [each.address for each in fleet.serving] == [servers[1].address]
+        assert [candidate.address for candidate in fleet.serving] == [servers[1].address]
 
 
 async def test_the_token_goes_to_no_host_that_only_a_router_names() -> None:

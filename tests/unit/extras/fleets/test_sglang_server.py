@@ -265,7 +265,7 @@ async def test_an_owner_keeps_its_server_in_an_operation_that_outlasts_a_lease(
         client, weights = _client(server), fleet_weights(1, 0.5)
         await client.attach()
         engine = server.sglang
-        may_end = engine.held["/end_weight_update"] = asyncio.Event()
+        may_end = engine.blocked_paths["/end_weight_update"] = asyncio.Event()
         loading = asyncio.ensure_future(client.load(weights))
         await until(lambda: "/end_weight_update" in engine.calls, poll_s=0.005)
         num_labels = len(engine.labels)
@@ -283,7 +283,7 @@ async def test_an_owner_whose_server_was_taken_in_an_operation_leaves_it_to_the_
         client, weights = _client(server), fleet_weights(1, 0.5)
         await client.attach()
         engine = server.sglang
-        may_end = engine.held["/end_weight_update"] = asyncio.Event()
+        may_end = engine.blocked_paths["/end_weight_update"] = asyncio.Event()
         loading = asyncio.ensure_future(client.load(weights))
         await until(lambda: "/end_weight_update" in engine.calls, poll_s=0.005)
         label = engine.label = str(Label(owner="another", session="s", version="loading"))

@@ -49,10 +49,10 @@ def _submit(shares: TokenShares, load: Load, length: int, context: int, step: in
         if ticket not in load.tickets:
             return  # its last token was sampled in this step
         # What it has not sampled yet continues as another request, as a segment does.
-        left = load.tickets.pop(ticket)
+        length = load.tickets.pop(ticket)
         begun_at = load.begun_at.pop(ticket)
         shares.end(ticket)
-        again = _submit(shares, load, left, context + ticket.num_sampled, step)
+        again = _submit(shares, load, length, context + ticket.num_sampled, step)
         load.begun_at[again] = begun_at
 
     ticket.yield_slot = lambda: load.yielding.append(end)
@@ -87,7 +87,7 @@ def simulate(
         running = [ticket for account in shares.accounts.values() for ticket in [*account.running]]
         assert len(running) <= slots
         for ticket in running:
-            load = next(each for each in loads if each.name == ticket.run)
+            load = next(candidate for candidate in loads if candidate.name == ticket.run)
             shares.record(ticket, 1)
             load.num_tokens += 1
             load.tickets[ticket] -= 1

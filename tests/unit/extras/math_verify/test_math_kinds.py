@@ -395,5 +395,5 @@ def test_the_name_of_a_currency_is_an_answer() -> None:
 
 def test_a_formula_of_many_powers_is_read_within_the_limit_of_time() -> None:
     other = MANY_POWERS.replace("=4", "=5")
-    for given, reward in ((MANY_POWERS, 1.0), (other, 0.0)):
-        assert math_answer("", f"\\boxed{{{given}}}", MANY_POWERS, {}) == reward
+    for answer, reward in ((MANY_POWERS, 1.0), (other, 0.0)):
+        assert math_answer("", f"\\boxed{{{answer}}}", MANY_POWERS, {}) == reward
