@@ -244,7 +244,7 @@ class Episodes:
                 await self.engine.adopt_weights(0, random_weights())
             queue: Any = _Queue()
             served: Any = self.engine
-            tools = GroupServices(
+            services = GroupServices(
                 engine=served,
                 tokenizer=tokenizer(),
                 workflow=workflow,
@@ -253,7 +253,7 @@ class Episodes:
             )
             async with GroupSampler(
                 PromptStore(data, {"train": _Rows(self._load)}, tokenizer()),
-                tools,
+                services,
                 spec,
                 publisher=self,
                 cache=TransferQueueCache("run/partial", data=queue, metadata=queue),

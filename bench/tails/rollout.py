@@ -95,7 +95,7 @@ class SimulatedRollout:
             kv_policy=setting.kv_policy,
             prefill_tokens_per_s=setting.prefill_tokens_per_s,
         )
-        tools = GroupServices(
+        services = GroupServices(
             engine=self.engine,
             tokenizer=tokenizer,
             workflow=SingleTurn(),
@@ -107,7 +107,7 @@ class SimulatedRollout:
         self._report_failures = report
         self.sampler = GroupSampler(
             prompts,
-            tools,
+            services,
             spec.rollout,
             publisher=publisher,
             cache=progress,

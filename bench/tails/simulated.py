@@ -231,7 +231,7 @@ class SimulatedRun:
             ]
 
     def _built(self) -> GenerationScheduler:
-        stored: Any = SampleIndex(
+        sample_index: Any = SampleIndex(
             self._queue,  # type: ignore[arg-type]  # holds what it is given
             partition_id(RUN, "train"),
             group_size=self.setting.group_size,
@@ -242,7 +242,7 @@ class SimulatedRun:
             "prompt_order": self._prompt_order,
             "journal": self._journal,
             "rollout_pool": _LocalReplicas(self._rollouts),
-            "sample_index": stored,
+            "sample_index": sample_index,
         }
         dispatcher = Dispatcher(self._spec, RUN, clock=_Clock(), **shared)
         return GenerationScheduler(self._spec, dispatcher=dispatcher, **shared)

@@ -40,6 +40,6 @@ class TrainerSettings(WorkerSettings):
     @classmethod
     def _is_served(cls, role: str) -> str:
         if role not in WORKERS or not WORKERS[role].serve:
-            served = [name for name, kind in WORKERS.items() if kind.serve]
-            raise ValueError(f"role must be one of {', '.join(served)}, but is {role!r}")
+            roles = [name for name, kind in WORKERS.items() if kind.serve]
+            raise ValueError(f"role must be one of {', '.join(roles)}, but is {role!r}")
         return role

@@ -102,7 +102,7 @@ async def generated(engine: TorchEngine, data: DataClient) -> None:
         max_response_tokens=6,
         sampling={"stop_token_ids": [PLACEHOLDER]},  # type: ignore[arg-type]
     )
-    tools = GroupServices(
+    services = GroupServices(
         engine=engine,
         tokenizer=tokenizer,
         workflow=SingleTurn(),
@@ -122,7 +122,7 @@ async def generated(engine: TorchEngine, data: DataClient) -> None:
                 temperatures=(1.0,) * MEMBERS,
             )
             prompt = prompts.prompt("train", row)
-            samples = await RunningGroup(assignment, tools, spec).sample(prompt, {})
+            samples = await RunningGroup(assignment, services, spec).sample(prompt, {})
             await GroupPublisher(data).publish(assignment, prompt, samples)
 
 

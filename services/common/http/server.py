@@ -196,8 +196,8 @@ async def serve_metrics(
     serving = serve_http(
         f"{host}:{port}", _metrics_app(token.strip()), connections_per_peer=_SCRAPERS_PER_PEER
     )
-    async with serving as served:
-        yield served
+    async with serving as bound:
+        yield bound
 
 
 def _metrics_app(token: bytes) -> Starlette:

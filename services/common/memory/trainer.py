@@ -511,9 +511,9 @@ def _layer(trainer: TrainerSpec, config: PretrainedConfig, shapes: Shapes, *, it
         else int(text.num_hidden_layers)
     )
     dense = int(text.intermediate_size)
-    chosen = int(text.num_experts_per_tok) if experts else 0
+    per_token = int(text.num_experts_per_tok) if experts else 0
     # Rows of a token's experts, both of their products, and gated values.
-    routed = item * chosen * (hidden + 3 * _expert_width(text))
+    routed = item * per_token * (hidden + 3 * _expert_width(text))
     shared = _shared_width(text) if experts else 0
     attended = _attended(trainer, config, shapes, item=item)
     common = _HIDDENS * item * hidden + attended
@@ -523,13 +523,13 @@ def _layer(trainer: TrainerSpec, config: PretrainedConfig, shapes: Shapes, *, it
     of_dense = common + bytes_of_width * dense
     of_mixture = common + bytes_of_width * shared + routed / trainer.tensor_parallel
     share = num_dense / int(text.num_hidden_layers)
-    inner = share * dense + (1 - share) * (shared + chosen * _expert_width(text))
+    inner = share * dense + (1 - share) * (shared + per_token * _expert_width(text))
     selected = _SELECTED_HIDDENS * item * hidden + attended + _SELECTED_FEED_FORWARD * item * inner
-    selected += (1 - share) * item * chosen * hidden
+    selected += (1 - share) * item * per_token * hidden
     transient = item * (dense / trainer.tensor_parallel + hidden)
     if experts:
         copies = 1 + (trainer.expert_parallel > 1)
-        rows = chosen * (copies * hidden + _expert_width(text)) / trainer.tensor_parallel
+        rows = per_token * (copies * hidden + _expert_width(text)) / trainer.tensor_parallel
         transient = max(transient * (num_dense > 0), item * (rows - 3 * hidden), item * hidden)
     return _Layer(
         mean=share * of_dense + (1 - share) * of_mixture,

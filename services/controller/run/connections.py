@@ -292,8 +292,8 @@ def _check_one_host(trainer: Worker, colocated: Sequence[Worker]) -> None:
 
 def served_version(workers: Iterable[Worker]) -> int:
     """Returns the weight version that all workers serve; -1 if one is not ready, or they differ."""
-    served = {worker.weight_version if worker.state == "ready" else -1 for worker in workers}
-    return served.pop() if len(served) == 1 else -1
+    versions = {worker.weight_version if worker.state == "ready" else -1 for worker in workers}
+    return versions.pop() if len(versions) == 1 else -1
 
 
 def _agreed_rows(rollouts: Sequence[Worker], splits: Iterable[str]) -> dict[str, int]:

@@ -311,10 +311,10 @@ class ObjectSamples:
     def _listed(self) -> list[_Stored]:
         """Returns the objects with samples, the oldest first."""
         objects = []
-        for stored in self._store.list():
-            if (matched := _OBJECT.fullmatch(stored.name)) is not None:
+        for object_entry in self._store.list():
+            if (matched := _OBJECT.fullmatch(object_entry.name)) is not None:
                 number, step = int(matched["number"]), int(matched["step"])
-                objects.append(_Stored(stored.name, number, step, stored.num_bytes))
+                objects.append(_Stored(object_entry.name, number, step, object_entry.num_bytes))
         return sorted(objects, key=lambda entry: entry.number)
 
 

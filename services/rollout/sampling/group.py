@@ -75,14 +75,14 @@ class RunningGroup:
     """
 
     def __init__(
-        self, assignment: GroupAssignment, tools: GroupServices, spec: RolloutSpec
+        self, assignment: GroupAssignment, services: GroupServices, spec: RolloutSpec
     ) -> None:
         self.assignment = assignment
         self.is_interrupted = False
         self.is_cut = False
         self.stalled = ""
         self._is_training = kind_of(assignment.split) == "train"
-        self._tools = tools
+        self._services = services
         self._spec = spec
         self._earlier: GroupProgress = {}
         self._episodes: dict[int, Episode] = {}
@@ -90,7 +90,7 @@ class RunningGroup:
         self._scores: dict[int, Score] = {}
         self._reward_inputs: dict[int, RewardInput] = {}
         self._members: dict[int, asyncio.Task[Sample | None]] = {}
-        self._stops = split_stop_texts(spec.sampling.stop, tools.tokenizer)
+        self._stops = split_stop_texts(spec.sampling.stop, services.tokenizer)
         self._opens_reasoning: dict[tuple[int, ...], bool] = {}
         """By the last tokens of a prompt; a workflow may render its episode's prompt again."""
 
@@ -116,7 +116,7 @@ class RunningGroup:
             return []
         samples = [task.result() for task in self._members.values()]
         finished = [sample for sample in samples if sample is not None]
-        comparison = self._tools.comparison(self.assignment.split)
+        comparison = self._services.comparison(self.assignment.split)
         return finished if comparison is None else await self._compared(finished, comparison)
 
     def interrupt(self) -> Collection[str]:
@@ -174,7 +174,7 @@ class RunningGroup:
         """Samples and scores one member; tries again after a failed score if the specification allows."""
         if prompt.demonstrations:
             return await demonstration_sample(
-                prompt, member, self._spec, self._tools.engine, is_training=self._is_training
+                prompt, member, self._spec, self._services.engine, is_training=self._is_training
             )
         earlier = self._earlier.get(member, _NOTHING)
         num_tries = self._spec.max_attempts if self._spec.on_reward_failure == "regenerate" else 1
@@ -215,23 +215,23 @@ class RunningGroup:
                 top_k=self._spec.sampling.top_k,
                 # Some engines truncate only if they report masks, which held-out samples do not need.
                 returns_mask=self._spec.sampling.is_truncated
-                and (self._is_training or not self._tools.engine.capabilities.truncation),
-                top_logprobs=self._tools.top_logprobs if self._is_training else 0,
+                and (self._is_training or not self._services.engine.capabilities.truncation),
+                top_logprobs=self._services.top_logprobs if self._is_training else 0,
                 max_response_tokens=self._spec.max_response_tokens,
-                max_tokens=self._tools.engine.max_tokens,
+                max_tokens=self._services.engine.max_tokens,
                 stop_texts=stop_texts,
                 stop_token_ids=special_ids | frozenset(self._spec.sampling.stop_token_ids),
                 # An evaluation measures one weight version, so held-out responses are not split
                 # into segments.
                 segment_tokens=self._spec.segment_tokens if self._is_training else None,
             ),
-            engine=self._tools.engine,
-            tokenizer=self._tools.tokenizer,
-            calls=self._tools.calls,
+            engine=self._services.engine,
+            tokenizer=self._services.tokenizer,
+            calls=self._services.calls,
             request_id=f"{assignment.group_id}.{member}/{assignment.attempt}.{num_failed}",
             recorded=recorded,
         )
-        episode.images = self._tools.images
+        episode.images = self._services.images
         return episode
 
     async def _run_workflow(self, episode: Episode) -> bool:
@@ -263,12 +263,12 @@ class RunningGroup:
         return not self.is_interrupted
 
     async def _run_in_sandbox(self, episode: Episode) -> None:
-        if self._tools.sandboxes is None:
-            await self._tools.workflow.run(episode)
+        if self._services.sandboxes is None:
+            await self._services.workflow.run(episode)
             return
-        async with self._tools.sandboxes.open(episode.prompt.row) as sandbox:
+        async with self._services.sandboxes.open(episode.prompt.row) as sandbox:
             episode.sandbox = sandbox
-            await self._tools.workflow.run(episode)
+            await self._services.workflow.run(episode)
             episode.measured = {**episode.measured, **sandbox.measured}
 
     def _check_segments(self, episode: Episode) -> None:
@@ -311,7 +311,7 @@ class RunningGroup:
     async def _score(self, reward_input: RewardInput) -> Score:
         try:
             with metrics.REWARD_SECONDS.time(), tracing.span("reward.score"):
-                return await self._tools.reward.score(reward_input)
+                return await self._services.reward.score(reward_input)
         except CallError as error:
             metrics.REWARD_FAILURES.labels(kind=error.kind).inc()
             raise
@@ -321,7 +321,7 @@ class RunningGroup:
         lengths = tuple(len(turn.token_ids) for turn in episode.turns if turn.is_sampled)
         end = prompt.token_ids[-_END_TOKENS:]
         if end not in self._opens_reasoning:
-            text = self._tools.tokenizer.decode(end, keeps_special=True)
+            text = self._services.tokenizer.decode(end, keeps_special=True)
             self._opens_reasoning[end] = text.rstrip().endswith(BEGIN)
         return RewardInput(
             prompt=prompt.text,

@@ -176,7 +176,7 @@ class GroupSampler:
     def __init__(
         self,
         prompts: PromptStore,
-        tools: GroupServices,
+        services: GroupServices,
         spec: RolloutSpec,
         *,
         publisher: Publisher,
@@ -189,7 +189,7 @@ class GroupSampler:
             report_failures: Reports groups without samples to the controller.
         """
         self._prompts = prompts
-        self._tools = tools
+        self._services = services
         self._spec = spec
         self._publisher = publisher
         self._cache = cache
@@ -235,7 +235,7 @@ class GroupSampler:
             group_id = assignment.group_id
             self.cancel([group_id])
             self._remember(assignment)
-            group = self._groups[group_id] = RunningGroup(assignment, self._tools, self._spec)
+            group = self._groups[group_id] = RunningGroup(assignment, self._services, self._spec)
             self._running[group_id] = self._tasks.create_task(
                 self._run_group(group, loading), name=group_id
             )
@@ -275,7 +275,7 @@ class GroupSampler:
         requests = {request for group in groups for request in group.interrupt()}
         if not tasks:
             return
-        await self._tools.engine.abort(requests)
+        await self._services.engine.abort(requests)
         await asyncio.wait(tasks.values())
         await self._park([group for group in groups if group.is_cut])
 
@@ -286,17 +286,18 @@ class GroupSampler:
 
     async def wake(self) -> None:
         """Reclaims the engine's GPU memory."""
-        await asyncio.shield(self._tasks.create_task(self._tools.engine.wake()))
+        await asyncio.shield(self._tasks.create_task(self._services.engine.wake()))
 
     async def _sleep(self) -> None:
-        engine = self._tools.engine
+        engine = self._services.engine
         if not self._spec.partial_rollout and not engine.stats().is_asleep:
             await engine.pause(drain=True)
         await engine.sleep()
 
     async def stop_stalled(self, watch: EpisodeWatch, *, now: float) -> None:
         """Interrupts groups with a member that generated no token and made no call within the deadline."""
-        running, total = await self._tools.engine.peek(), self._tools.engine.stats().tokens_total
+        running = await self._services.engine.peek()
+        total = self._services.engine.stats().tokens_total
         marks = {name: group.marks(running, total) for name, group in self._groups.items()}
         stalled = watch.find_stalled(marks, now=now)
         for name, why in stalled.items():
@@ -309,7 +310,7 @@ class GroupSampler:
         async with self._caching:
             now = asyncio.get_running_loop().time
             begin = now()
-            running = await self._tools.engine.peek()
+            running = await self._services.engine.peek()
             await self._save(list(self._groups.values()), running, is_last=False)
             self._next_checkpoint = begin + (now() - begin) / _CHECKPOINT_SHARE
 
@@ -391,8 +392,8 @@ class GroupSampler:
         group_id = assignment.group_id
         try:
             prompt = await self._prompts.read(assignment.split, assignment.row)
-            if assignment.tried is not None and self._tools.curriculum is not None:
-                await self._tools.curriculum.check(prompt.row, assignment.tried)
+            if assignment.tried is not None and self._services.curriculum is not None:
+                await self._services.curriculum.check(prompt.row, assignment.tried)
             # The shield keeps the shared read alive for the other groups if this group is cancelled.
             loaded = await asyncio.shield(loading) if loading is not None else {}
             progress = loaded.get(group_id, {})

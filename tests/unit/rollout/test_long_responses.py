@@ -40,7 +40,7 @@ def sampler_with(engine: FakeEngine, outcome: Outcome, cache: MemoryCache) -> Gr
         max_response_tokens=NUM_TOKENS,
         partial_rollout=True,
     )
-    tools = GroupServices(
+    services = GroupServices(
         engine=engine,
         tokenizer=tokenizer(),
         workflow=SingleTurn(),
@@ -49,7 +49,7 @@ def sampler_with(engine: FakeEngine, outcome: Outcome, cache: MemoryCache) -> Gr
     )
     return GroupSampler(
         PromptStore(data, {"train": ROWS}, tokenizer()),
-        tools,
+        services,
         spec,
         publisher=outcome,
         cache=cache,

@@ -113,8 +113,8 @@ class RolloutPool:
         It never decreases: a heartbeat from before a publication may arrive after it, with the older
         version.
         """
-        served = (worker.weight_version for worker in self._workers.values())
-        self._newest_version = max(self._newest_version, *served, -1)
+        versions = (worker.weight_version for worker in self._workers.values())
+        self._newest_version = max(self._newest_version, *versions, -1)
         return self._newest_version
 
     @property

@@ -187,7 +187,7 @@ class WeightSession:
         self._backend = ""
         self._least_timeout_s = self._timeout_s = _MIN_TIMEOUT_S
         self._canary: tuple[int, Canary] | None = None
-        self._served: PeerSource | None = None
+        self._peer_source: PeerSource | None = None
         self.version = -1
         """Newest version that this session published; -1 before the first."""
         # Held while a version is being replaced, and by an evaluation while it needs its version.
@@ -301,13 +301,13 @@ class WeightSession:
         """
         updated: list[str] = []
         async with self.pin:
-            if self._is_formed or self._served is None:
+            if self._is_formed or self._peer_source is None:
                 return updated
             for peer, near in self._members.peers(names).items():
                 self._epoch += 1
                 facts = {"peer": peer, "to": str(near)}
                 try:
-                    await self._send_from_peer(peer, near, self._served)
+                    await self._send_from_peer(peer, near, self._peer_source)
                 except ServiceError as error:
                     logger.warning(
                         "peer transfer failed; the trainer will send the weights",
@@ -319,8 +319,8 @@ class WeightSession:
                     updated += near
         return updated
 
-    async def _send_from_peer(self, peer: str, near: Sequence[str], served: PeerSource) -> None:
-        rollouts, version = self._members.rollouts, served.version
+    async def _send_from_peer(self, peer: str, near: Sequence[str], source: PeerSource) -> None:
+        rollouts, version = self._members.rollouts, source.version
         receivers = {name: rollouts[name] for name in near}
         members = {peer: rollouts[peer], **receivers}
         await self._form_group(members, receivers=near)
@@ -330,8 +330,8 @@ class WeightSession:
                 f"{peer} must hold the served version {version}, but holds {versions[peer]}"
             )
         await self._transfer(version, members, base_version=-1)
-        await self._adopt(version, served.digest, receivers)
-        await self._check(version, served.canary, receivers)
+        await self._adopt(version, source.digest, receivers)
+        await self._check(version, source.canary, receivers)
 
     async def retain_copy(self, version: int) -> None:
         """Copies a served version on the trainer before its weights change, for rollouts that join later."""
@@ -430,7 +430,7 @@ class WeightSession:
                     observe(self._run_id, report)
                     self._allow(_SLOWER * report.transfer_s)
                     self.version = version
-                    self._served = PeerSource(
+                    self._peer_source = PeerSource(
                         version=version, digest=report.digest, canary=await self._score(version)
                     )
                     return report

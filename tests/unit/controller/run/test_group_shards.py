@@ -99,13 +99,13 @@ class Run:
         self.queue, self.rollouts, self.journal = Queue(), Rollouts(), Recorder()
         self.ledger, self.now = ledger or Ledger(max_attempts=3), 1.0
         prompt_order = PromptOrder(Mixture({"train": 10}), seed=0, shuffle=False)
-        stored = SampleIndex(self.queue, "run_1/train", group_size=5, required_fields=())
+        sample_index = SampleIndex(self.queue, "run_1/train", group_size=5, required_fields=())
         shared = {
             "ledger": self.ledger,
             "prompt_order": prompt_order,
             "journal": self.journal,
             "rollout_pool": self.rollouts,
-            "sample_index": stored,
+            "sample_index": sample_index,
         }
         clock = SimpleNamespace(monotonic=lambda: self.now)
         self.spec = CurrentSpec(spec)

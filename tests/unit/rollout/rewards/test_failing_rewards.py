@@ -63,7 +63,7 @@ async def test_one_reward_in_five_fails_and_no_score_is_unearned(rewards: str, p
             _,
         ),
     ):
-        decode = sampler._tools.tokenizer.decode
+        decode = sampler._services.tokenizer.decode
         sampler.start([assignment(f"g{index}", index % 2) for index in range(12)])
         await outcome.wait_for(12)
     assert not outcome.failed

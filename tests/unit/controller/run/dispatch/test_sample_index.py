@@ -68,46 +68,46 @@ def test_the_95th_percentile_of_lengths_is_one_of_them_and_leaves_out_failed_one
 async def test_samples_of_several_messages_come_in_the_order_of_the_groups():
     a, b, c = (group(number).group_id for number in range(3))
     queue = Messages(samples(f"{a}.0", f"{c}.0", f"{c}.1"), samples(f"{b}.0", f"{a}.1", f"{b}.1"))
-    stored = SampleIndex(queue, "run_1/train", group_size=2, required_fields=())
+    sample_index = SampleIndex(queue, "run_1/train", group_size=2, required_fields=())
     arrived = []
-    async for groups in stored.watch_arrivals():
+    async for groups in sample_index.watch_arrivals():
         for group_id, group_samples in groups:
             group_state = group(int(group_id[1:]))
-            whole = stored.add(group_state, group_samples)
+            whole = sample_index.add(group_state, group_samples)
             if whole is not None:
                 arrived.append(group_id)
-                stored.add_group(group_state, whole)
+                sample_index.add_group(group_state, whole)
     assert arrived == [c, b, a]
-    meta = stored.meta([group(0), group(1), group(2)])
+    meta = sample_index.meta([group(0), group(1), group(2)])
     assert meta.keys == (f"{a}.0", f"{a}.1", f"{b}.0", f"{b}.1", f"{c}.0", f"{c}.1")
-    await stored.release([group(1)])
+    await sample_index.release([group(1)])
     assert queue.released == [f"{b}.0", f"{b}.1"]
-    assert group(1) not in stored
-    assert stored.meta([]).num_keys == 0
+    assert group(1) not in sample_index
+    assert sample_index.meta([]).num_keys == 0
 
 
 async def test_samples_that_come_again_count_once_and_can_be_discarded():
     a = group(0).group_id
     queue = Messages()
-    stored = SampleIndex(queue, "run_1/train", group_size=3, required_fields=())
+    sample_index = SampleIndex(queue, "run_1/train", group_size=3, required_fields=())
     for keys in ((f"{a}.0",), (f"{a}.0", f"{a}.2")):
-        assert stored.add(group(0), GroupSamples(samples(*keys), range(len(keys)))) is None
-    assert stored.members(group(0)) == {0, 2}
-    await stored.discard([group(0), group(1)])
+        assert sample_index.add(group(0), GroupSamples(samples(*keys), range(len(keys)))) is None
+    assert sample_index.members(group(0)) == {0, 2}
+    await sample_index.discard([group(0), group(1)])
     assert queue.released == [f"{a}.0", f"{a}.2"]
-    assert stored.members(group(0)) == set()
+    assert sample_index.members(group(0)) == set()
 
 
 async def test_samples_of_groups_that_alternate_in_a_message_keep_apart():
     a, b = (group(number).group_id for number in range(2))
     queue = Messages(samples(f"{a}.0", f"{b}.0", f"{b}.1", f"{a}.1"))
-    stored = SampleIndex(queue, "run_1/train", group_size=2, required_fields=())
-    (groups,) = [groups async for groups in stored.watch_arrivals()]
+    sample_index = SampleIndex(queue, "run_1/train", group_size=2, required_fields=())
+    (groups,) = [groups async for groups in sample_index.watch_arrivals()]
     for number, (group_id, group_samples) in enumerate(groups):
         assert group_samples.keys == (f"{group_id}.0", f"{group_id}.1")
         assert group_samples.numbers("member") == (0, 1)
-        stored.add_group(group(number), group_samples)
-    assert stored.meta([group(0), group(1)]).keys == (f"{a}.0", f"{a}.1", f"{b}.0", f"{b}.1")
+        sample_index.add_group(group(number), group_samples)
+    assert sample_index.meta([group(0), group(1)]).keys == (f"{a}.0", f"{a}.1", f"{b}.0", f"{b}.1")
 
 
 class Stored:
@@ -154,18 +154,18 @@ class Stored:
 
 async def test_a_late_result_is_deleted_but_not_the_one_that_has_replaced_it():
     queue = Stored()
-    stored = SampleIndex(queue, "run_1/train", group_size=2, required_fields=())
+    sample_index = SampleIndex(queue, "run_1/train", group_size=2, required_fields=())
     await queue.put("g1", 1)
     await queue.put("g2", 1)
-    ((_, late), (_, other)) = await anext(stored.watch_arrivals())
+    ((_, late), (_, other)) = await anext(sample_index.watch_arrivals())
     # Attempt 1 was reclaimed before its samples were seen, and attempt 2 has stored its own.
-    await stored.delete_incomplete([("g1", 1)])
+    await sample_index.delete_incomplete([("g1", 1)])
     await queue.put("g1", 2)
-    await stored.delete([late, other])
-    samples = await stored.find()
+    await sample_index.delete([late, other])
+    samples = await sample_index.find()
     assert [*samples] == ["g1"]
     assert [*samples["g1"].numbers("attempt")] == [2, 2]
-    await stored.delete_incomplete([("g1", 1)])
-    assert [*await stored.find()] == ["g1"]
-    await stored.delete_incomplete([("g1", 2)])
-    assert not await stored.find()
+    await sample_index.delete_incomplete([("g1", 1)])
+    assert [*await sample_index.find()] == ["g1"]
+    await sample_index.delete_incomplete([("g1", 2)])
+    assert not await sample_index.find()
