@@ -10,7 +10,6 @@ Bars: held-out greedy >= 0.9, and no run ends before its last step.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import random
@@ -28,7 +27,14 @@ from services.common.models.loading import load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.engines import ENGINES
 from services.common.runspec.loader import load_spec
-from services.extras.fleets.local import TOKEN, LocalServer, LocalSglang, LocalVllm, local_servers
+from services.extras.fleets.local import (
+    TOKEN,
+    LocalServer,
+    LocalSglang,
+    LocalVllm,
+    import_few_models,
+    local_servers,
+)
 
 _SPEC = REPOSITORY / "examples" / "sort4.yaml"
 _GREEDY = 0.9
@@ -42,15 +48,6 @@ _KINDS: Mapping[str, tuple[type[LocalServer], Sequence[str]]] = {
 }
 """Class and options of each engine's servers."""
 _FIRST_KILL_S, _NEXT_KILL_S = 8.0, (5.0, 15.0)
-
-
-def import_few_models() -> None:
-    """Lets SGLang's servers import only the model of these benchmarks, so that they start sooner."""
-    package = importlib.util.find_spec("sglang")
-    folders = package.submodule_search_locations if package is not None else None
-    for folder in folders or ():
-        names = {path.stem for path in Path(folder, "srt", "models").glob("*.py")} - {"qwen2"}
-        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(names))
 
 
 def overrides(servers: Sequence[LocalServer], *, seed: int, steps: int) -> list[str]:

@@ -34,7 +34,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
 
 from bench.report import report_to
-from bench.rollout.fleet import import_few_models
 from bench.whole_run import REPOSITORY
 from services.common.models.loading import load_config
 from services.common.models.tokenizer import load_tokenizer
@@ -48,6 +47,7 @@ from services.extras.fleets.local import (
     LocalSglang,
     LocalVllm,
     engine_arguments,
+    import_few_models,
     local_servers,
 )
 from services.rollout.calls.outside import AddressPolicy
