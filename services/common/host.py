@@ -40,6 +40,13 @@ def host_id() -> str:
     return hashlib.sha256(f"{socket.gethostname()}:{start}".encode()).hexdigest()[:16]
 
 
+def num_oom_kills() -> int:
+    """Returns how many processes the kernel has killed because memory was short; 0 if it does not tell."""
+    counters = Path("/proc/vmstat")
+    lines = counters.read_text(encoding="ascii").splitlines() if counters.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
 @contextmanager
 def short_path(path: Path) -> Iterator[str]:
     """Yields a short alias of a socket's path: a socket address holds at most 107 bytes."""

@@ -6,7 +6,6 @@ together.
 
 import logging
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -413,10 +412,8 @@ def _examined_apart(spec: RunSpec, **options: bool) -> RowTrialResult:
         # Without a deadline: downloads and functions that make data take as long as they need, and the
         # user sees how long the command has been checking.
         while isinstance(message := receiver.recv(), tuple):
-            if message[0] == USER_CODE_BEGINS:
-                activities.append(message[1])
-            else:
-                activities.remove(message[1])
+            change = activities.append if message[0] == USER_CODE_BEGINS else activities.remove
+            change(message[1])
     except EOFError:
         process.join()
         return RowTrialResult([_why_ended(process.exitcode or 0, activities)])
@@ -430,17 +427,12 @@ def _examined_apart(spec: RunSpec, **options: bool) -> RowTrialResult:
 
 def _why_ended(exit_code: int, activities: Sequence[str]) -> str:
     """Returns a problem: a process ended that examined a specification, its part ``activities[0]`` first."""
-    status = f"exit code {exit_code}"
-    if exit_code < 0:
-        status = f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
+    status = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
     key, *references = activities or ("the specification",)
-    if references:
-        return (
-            f"{key}: {references[-1]!r} ended the process that ran it, with {status}; correct the function "
-            "and its module, which must neither exit nor crash"
-        )
-    memory = ", as the kernel kills it if memory is short" if exit_code == -signal.SIGKILL else ""
-    return f"{key}: the process that checked it ended with {status}{memory}"
+    if not references:
+        return f"{key}: the process that checked it ended with {status}"
+    fix = "correct the function and its module, which must neither exit nor crash"
+    return f"{key}: {references[-1]!r} ended the process that ran it, with {status}; {fix}"
 
 
 def _examine(connection: Connection, spec: RunSpec, options: Mapping[str, bool]) -> None:

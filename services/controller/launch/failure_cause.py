@@ -54,7 +54,6 @@ _USER_CODE = re.compile(
 )
 # Report of :mod:`faulthandler` about a crash of native code.
 _CRASH = "Fatal Python error: "
-_CRASHED_THREAD = "Current thread "
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in ')
 _LIBRARY = re.compile(r"/lib/python\d|/services/|<frozen")
 _ERROR_WORD = re.compile(r"error|fatal|fail|cannot|what\(\):|abort|refused|cause=", re.IGNORECASE)
@@ -188,7 +187,7 @@ def _crash(report: list[str]) -> str:
     """Returns the head of a report about a crash and its newest line outside libraries; empty without one."""
     if not report:
         return ""
-    begin = next((i for i, line in enumerate(report) if line.startswith(_CRASHED_THREAD)), 0)
+    begin = next((i for i, line in enumerate(report) if line.startswith("Current thread ")), 0)
     frames = [frame for line in report[begin:] if (frame := _FRAME.match(line))]
     own_frames = [frame for frame in frames if not _LIBRARY.search(frame["file"])]
     where = (own_frames or frames)[:1]

@@ -25,6 +25,8 @@ class WorkerExit:
     """Path of its log; empty if the log is not a file of this host."""
     rank: int | None = None
     """Rank of the process that ended first; None if the worker has one process, or if unknown."""
+    num_oom_kills: int = 0
+    """Processes of its host that the kernel killed while it ran, because memory was short; 0 if unknown."""
 
     def report(self) -> str:
         """Returns the exit, its first cause and the log in one line; without a cause also the last lines."""
@@ -49,7 +51,11 @@ class WorkerExit:
     def _status(self) -> str:
         if self.code is None:
             return "with an unknown status"
-        return f"with signal {-self.code}" if self.code < 0 else f"with exit code {self.code}"
+        is_short = self.num_oom_kills and self.code == -signal.SIGKILL
+        memory = " (memory was short: the kernel killed processes of this host)" if is_short else ""
+        return (
+            f"with signal {-self.code}{memory}" if self.code < 0 else f"with exit code {self.code}"
+        )
 
 
 def log_command(run_id: str, worker_id: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from services.common.errors import FailedPreconditionError
-from services.common.host import free_port, usable_processors
+from services.common.host import free_port, num_oom_kills, usable_processors
 from services.common.parent import module_command
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
@@ -257,6 +257,7 @@ class ProcessLauncher(LauncherDefaults):
     ) -> None:
         """Reports the end of a worker, whose lines begin at an offset of its log."""
         log = self._logs(run_id) / f"{worker_id}.log"
+        num_before = num_oom_kills()
         async with TaskGroup() as tasks:
             limiting = tasks.create_task(limit_log(log))
             code = await process.wait()
@@ -273,6 +274,7 @@ class ProcessLauncher(LauncherDefaults):
                 last_lines=last_lines(log, REPORTED_LINES, begin=log_begin),
                 log=str(log),
                 rank=process.first_rank,
+                num_oom_kills=num_oom_kills() - num_before,
             )
         )
 

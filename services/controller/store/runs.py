@@ -176,13 +176,9 @@ class RunStore:
         """Lets a queued run wait for at most its time-out, if an earlier controller's clock was ahead."""
         if (latest := queue_deadline(run.spec_json)) is None:
             return
-        is_later = RUNS.c.queue_deadline > latest
+        later = RUNS.update().where(RUNS.c.run_id == run.run_id, RUNS.c.queue_deadline > latest)
         with self.database.write() as connection:
-            connection.execute(
-                RUNS.update()
-                .where(RUNS.c.run_id == run.run_id, is_later)
-                .values(queue_deadline=latest)
-            )
+            connection.execute(later.values(queue_deadline=latest))
 
     def active_names(self, project: str) -> set[str]:
         """Returns the names of a project's runs that have not ended."""

@@ -533,8 +533,8 @@ def test_weights_that_an_engine_must_load_are_not_written_into_it(tmp_path, kind
 _DEATHS = {
     "os._exit(0)": "exit code 0",
     "os._exit(3)": "exit code 3",
-    "os.kill(os.getpid(), 9)": r"signal 9 \(SIGKILL\)",
-    "os.kill(os.getpid(), 11)": r"signal 11 \(SIGSEGV\)",
+    "os.kill(os.getpid(), 9)": "signal 9",
+    "os.kill(os.getpid(), 11)": "signal 11",
 }
 _DOORS = {
     "rollout.rewards": {"rollout": {"rewards": [{"name": "FILE:f"}]}},

@@ -247,3 +247,19 @@ def test_the_words_of_a_library_that_aborts_are_its_cause(tmp_path):
     code, log = _log_of_a_crash(tmp_path, body)
     assert code == -6
     assert first_cause(log) == "what():  CUDA error: device-side assert"
+
+
+@pytest.mark.parametrize(
+    ("code", "num_kills", "is_named"),
+    [(-9, 1, True), (-9, 0, False), (1, 1, False), (-15, 1, False)],
+)
+def test_a_kill_while_memory_was_short_says_so(code, num_kills, is_named):
+    lost = WorkerExit(
+        run_id="r",
+        worker_id="trainer-0",
+        code=code,
+        last_lines="",
+        log="/l",
+        num_oom_kills=num_kills,
+    )
+    assert ("memory was short" in lost.report()) is is_named
