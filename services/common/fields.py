@@ -177,11 +177,7 @@ def run_of(partition_id: str) -> str:
 
 
 def new_run_id(after: str = "") -> str:
-    """Returns ``run_`` and a UUIDv7 in hex: later runs sort later.
-
-    Args:
-        after: Newest id of a run, which the new one follows even if the clock was set back; empty if none.
-    """
+    """Returns ``run_`` and a UUIDv7 in hex that sorts after another id, though the clock was set back."""
     newest = int(after.removeprefix("run_") or "0", 16) >> 80
     milliseconds = max(time.time_ns() // 1_000_000, newest + 1)
     value = (milliseconds << 80) | int.from_bytes(os.urandom(10), "big")

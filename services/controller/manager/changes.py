@@ -89,11 +89,7 @@ def columns_of(patch: RunPatch, spec: RunSpec | None) -> dict[str, Any]:
 
 
 def new_run(spec: RunSpec, *, after: str, **columns: Any) -> NewRun:
-    """Builds a run with a new id, which sorts after another one.
-
-    Args:
-        columns: Fields that do not follow from the specification.
-    """
+    """Builds a run whose id follows another one; ``columns`` do not follow from the specification."""
     return NewRun(
         run_id=new_run_id(after),
         name=spec.name,

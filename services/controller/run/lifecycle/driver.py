@@ -15,6 +15,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,6 +24,7 @@ from services.common.errors import ServiceError, UnavailableError
 from services.common.lifetime import OUTAGE_EXIT
 from services.common.runspec.run import RunSpec
 from services.common.runspec.worker_kinds import worker_names
+from services.common.runspec.workers import WORKERS
 from services.common.stores import sample_reports
 from services.common.task_group import TaskGroup, leaves, until_first, unwrapped
 from services.controller.launch.launcher import WorkerExit, log_command
@@ -406,7 +408,8 @@ class RunDriver:
         await self._await_exit_report()
         self._count_loss()
         exits, self._exits = self._exits, {}
-        message = "\n".join(exits.values()) or "; ".join(dict.fromkeys(str(e) for e in errors))
+        message = "\n".join(exits.values())
+        message = message or self._with_log("; ".join(dict.fromkeys(str(e) for e in errors)))
         is_final = self._is_hopeless or self._final_code != ""
         if is_final or self._losses > self.spec.limits.max_restarts:
             raise WorkerLostError(message, code=self._final_code or "WorkerLost") from error
@@ -429,7 +432,7 @@ class RunDriver:
             if isinstance(cause, UnresponsiveError):
                 worker_id, _, rank = cause.worker_id.partition("/")
                 if worker_id in self._rollouts() or (rank and self._pipeline is None):
-                    self.worker_lost(worker_id, self._with_log(worker_id, str(cause)))
+                    self.worker_lost(worker_id, self._with_log(str(cause)))
 
     async def _watch_drains(self, entered: asyncio.Future[TrainingPipeline]) -> None:
         """Moves workers away from drained hosts, and ends the steps if they cannot leave meanwhile.
@@ -583,11 +586,12 @@ class RunDriver:
             except TimeoutError:
                 for worker in self._services.membership.find_silent(self._run_id):
                     message = f"{worker.worker_id} sent no heartbeat for {timeout_s:.0f} s"
-                    self.worker_lost(worker.worker_id, self._with_log(worker.worker_id, message))
+                    self.worker_lost(worker.worker_id, self._with_log(message))
 
-    def _with_log(self, worker_id: str, message: str) -> str:
-        """Adds the command that shows the worker's log, which may say why it does not answer."""
-        return f"{message} (log: {log_command(self._run_id, worker_id)})"
+    def _with_log(self, message: str) -> str:
+        """Adds the command that shows the log of the worker in a message, which may say why it is silent."""
+        worker = re.search(rf"\b(?:{'|'.join(WORKERS)})-\d+\b", message)
+        return f"{message} (log: {log_command(self._run_id, worker[0])})" if worker else message
 
     async def _clean_up(self, *, record_samples: bool) -> None:
         await self._services.membership.close_run(self._run_id)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from services.common.errors import UnavailableError
 from services.common.lifetime import OUTAGE_EXIT
 from services.controller.launch.launcher import ExternalLauncher, WorkerExit
 from services.controller.rules.run_state import RunEvent
@@ -188,6 +189,34 @@ async def test_a_trainer_with_a_rank_that_stays_silent_is_lost_and_restarts(
         assert ended_workers == ["trainer-0"]
         assert events[-1].data["workers"] == ["trainer-0"]
         assert "trainer-0/2 does not answer" in events[-1].message
+
+
+async def test_the_log_of_a_worker_that_does_not_answer_is_named(database, workers, monkeypatch):
+    returned = asyncio.Event()
+
+    async def assemble(*args, **kwargs):
+        if workers.lost and not returned.is_set():
+            returned.set()
+            raise UnavailableError(
+                "rollout-1 at 10.0.0.7:50051 does not answer, so nothing goes on"
+            )
+        return await workers.assemble(*args, **kwargs)
+
+    monkeypatch.setattr("services.controller.run.lifecycle.loop.connect", assemble)
+    workers.may_train.clear()
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        workers.connects.clear()
+        workers.lose()
+        await workers.connects.wait()
+        events = await manager.feed.page(
+            run_id, after_seq=0, only=EventFilter(types=("WorkerLost",))
+        )
+        assert any(
+            event.message.endswith(f"nothing goes on (log: slipstream logs {run_id} rollout-1)")
+            for event in events
+        )
 
 
 async def test_a_worker_that_reports_its_failure_is_lost_for_that_reason(database, workers):
