@@ -130,7 +130,7 @@ def trained_stages(
 
 
 def assert_rows(stages: list[Outcome]) -> None:
-    """Checks that every rank has the rows that the plan assigns to it, of its own stage only."""
+    """Checks that every rank has the rows that the plan assigns to it, and none of another stage."""
     specs = stages[0]["specs"]
     for outcome, shards in zip(stages, row_shards(specs, len(stages)), strict=True):
         assert [specs[shard.tensor].name for shard in shards] == list(outcome["rows"])

@@ -398,7 +398,7 @@ class _Activities(logging.Handler):
 
 
 def _examined_apart(spec: RunSpec, **options: bool) -> RowTrialResult:
-    """Examines a specification in a process of its own, which the user's code may end."""
+    """Examines a specification in a separate process, which the user's code may end."""
     if sys.platform != "linux":
         return examined_here(spec, **options)
     if hub_is_needed(spec) and not is_url(spec.model.path):

@@ -35,7 +35,7 @@ class EngineKind:
     gpu_arguments: Sequence[str] = ()
     """Arguments whose product is the number of GPUs of one rollout."""
     shared_gpu_arguments: Mapping[str, str] = field(default_factory=dict)
-    """Those of ``gpu_arguments`` that need no GPUs if another argument is set, each with that one's name."""
+    """Members of ``gpu_arguments`` that need no GPUs if another argument is set, with its name."""
     replica_argument: str = ""
     """The one of ``gpu_arguments`` for data parallelism: each part holds all weights."""
     stage_argument: str = ""

@@ -162,7 +162,7 @@ def _conditions_json(conditions: Sequence[Condition]) -> str:
 def queue_deadline(spec_json: str) -> float | None:
     """Returns the time at which a run queued now exceeds its queue time-out; None means never.
 
-    The time is that of :func:`steady_time`: a run neither expires nor waits because somebody sets the clock.
+    The time is that of :func:`steady_time`: a change of the clock makes no run expire or wait.
     """
     timeout_s = json.loads(spec_json).get("limits", {}).get("queue_timeout_s", 0)
     return steady_time() + timeout_s if timeout_s else None

@@ -160,7 +160,7 @@ class VllmTokens:
     ) -> Any:
         """Returns vLLM's form of a request. Raises RefusedError."""
         try:
-            # Engines that stand for vLLM have parameters of their own.
+            # Engines that stand for vLLM have other parameters.
             make_parameters = getattr(self._engine, "make_parameters", _vllm_parameters)
             parameters = make_parameters(**body["sampling_params"])
             prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": [*body["token_ids"]]}

@@ -70,7 +70,7 @@ def parse_manifest(content: bytes, where: str) -> StoredManifest:
         raise DataLossError(
             f"{where} is not a manifest of a stored checkpoint: {error!r}"
         ) from error
-    # Both become paths on this host, and whoever can write to the store chooses them.
+    # Both become paths on this host, and everyone who can write to the store chooses them.
     if _UPLOAD.fullmatch(upload) is None:
         raise DataLossError(f"{where} names the upload {upload!r:.80}, which is not an id")
     for name in sizes:

@@ -36,7 +36,7 @@ _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 _MAX_DECODED_PIXELS: Final = 64 << 20
 """Max pixels of an image before it is scaled down: a few bytes may decode to gigabytes."""
 _MAX_SIDE: Final = 1 << 16
-"""Max width and height; each row takes memory of its own, however short it is."""
+"""Max width and height; each row takes memory, however short it is."""
 _MAX_BYTE: Final = 255
 # Held while an image is in memory at its full size, because many prompts are read at once.
 _DECODING: Final = threading.Lock()

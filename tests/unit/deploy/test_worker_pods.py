@@ -520,7 +520,7 @@ def test_runs_on_the_network_of_a_node_have_different_ports(tmp_path: Path, topo
         assert not shared
         assert all(20_000 <= port < 29_500 for port in numbers(pods))
         existing += pods
-    # A run that is started again by another controller does not take the ports of its own pods.
+    # A run that is started again by another controller does not take the ports of its pods.
     again = build_pods(
         templates,
         "run_0",

@@ -34,7 +34,7 @@ class Leader:
 
 
 async def on_uploaded() -> None:
-    """Tells nothing."""
+    """Reports nothing."""
 
 
 async def test_uploads_are_told_before_the_answer_that_ends_the_wait_for_them() -> None:

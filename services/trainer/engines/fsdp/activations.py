@@ -56,7 +56,7 @@ _FUSES_ALL_SIZES: Final = "triton.mix_order_reduction_non_strict_mode"
 tokens, and so compiles a layer for three ranges of sizes (``MixOrderReduction.can_fuse`` in
 ``torch/_inductor/scheduler.py``)."""
 ACTIVATION_OFFLOADING: Final = References("activation_offloading")
-"""Where kept tensors are during the passes of other layers, for a device: class with a method ``wrap``."""
+"""Class with a method ``wrap``, which moves kept tensors of a device during passes of other layers."""
 
 
 def set_up_activations(

@@ -295,7 +295,7 @@ async def test_tokens_have_their_version_after_a_load_that_ends_late(
         server.engine.can_load.clear()
         adopting = asyncio.ensure_future(_adopt(engine, 2, 0.25))
         await until(lambda: server.num_loads == 2 and "did not load version 2" in str(events))
-        # The next load waits in the engine behind the one that ends late.
+        # The next load waits in the engine for the one that ends late.
         await until(lambda: server.num_loads == 3)
         await asyncio.sleep(0.05)
         server.engine.can_load.set()

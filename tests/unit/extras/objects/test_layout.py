@@ -1,4 +1,4 @@
-"""Tests of manifests of stored checkpoints, which whoever can write to a store may forge."""
+"""Tests of manifests of stored checkpoints, which everyone who can write to a store may forge."""
 
 import json
 from pathlib import Path
