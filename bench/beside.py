@@ -252,7 +252,7 @@ def _say(answer: Mapping[str, Any]) -> None:
 
 
 async def _serve_engine(shape: Shape, max_running: int) -> None:
-    from bench.rollout.driven import opened, order, random_weights
+    from bench.rollout.driven import make_config, opened, random_weights
     from services.rollout.engines.base import GenerationRequest
 
     # Fits on the GPU together with the trainer, and holds every response.
@@ -260,14 +260,14 @@ async def _serve_engine(shape: Shape, max_running: int) -> None:
     # vLLM refuses to start if less than this share of the GPU is free.
     arguments = {"kv_cache_memory_bytes": kv_bytes, "gpu_memory_utilization": 0.3}
     arguments = arguments if shape.engine == "vllm" else {}
-    ordered = order(
+    engine_config = make_config(
         shape.config(),
         dtype=getattr(torch, shape.dtype),
         max_running=max_running,
         arguments=arguments,
     )
-    async with opened(shape.engine, ordered) as engine, TaskGroup() as group:
-        await engine.adopt_weights(1, random_weights(engine, ordered))
+    async with opened(shape.engine, engine_config) as engine, TaskGroup() as group:
+        await engine.adopt_weights(1, random_weights(engine, engine_config))
         tasks: list[asyncio.Task[None]] = []
 
         async def decode(number: int) -> None:

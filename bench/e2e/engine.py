@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 import torch
 
 from bench.e2e.shapes import SHAPES, Shape, smoke
-from bench.rollout.driven import alone, order, serving
+from bench.rollout.driven import alone, make_config, serving
 from services.common.models.loading import build_model
 from services.common.task_group import TaskGroup
 from services.rollout.engines.base import GenerationRequest
@@ -48,7 +48,7 @@ async def _opened(shape: Shape, max_running: int) -> AsyncIterator[Ask]:
             yield ask
         return
     async with alone(
-        shape.engine, order(shape.config(), dtype=dtype, max_running=max_running)
+        shape.engine, make_config(shape.config(), dtype=dtype, max_running=max_running)
     ) as directly:
         yield directly
 

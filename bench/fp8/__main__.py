@@ -35,7 +35,7 @@ from bench.real_model import setting as real_model
 from bench.real_model.__main__ import train
 from bench.real_model.smollm2 import make_folder
 from bench.report import device_name, read_json, write_json
-from bench.rollout.driven import opened, order, random_weights, requests
+from bench.rollout.driven import make_config, opened, random_weights, requests
 from bench.whole_run import REPOSITORY, exported, run_folder, run_for, steps_in
 from services.rollout.engines.base import Engine
 
@@ -202,7 +202,7 @@ async def _measure_engine(
         further: Further arguments of the engine.
     """
     num_tokens, repeats, is_vllm = (8, 1, False) if shape.engine == "torch" else (256, 2, True)
-    ordered = order(
+    engine_config = make_config(
         shape.config(),
         dtype=getattr(torch, shape.dtype),
         max_running=max(running),
@@ -210,14 +210,14 @@ async def _measure_engine(
         **precision,
     )
     begin = time.perf_counter()
-    async with opened(shape.engine, ordered) as engine:
+    async with opened(shape.engine, engine_config) as engine:
         start_s = time.perf_counter() - begin
-        weights = random_weights(engine, ordered)
+        weights = random_weights(engine, engine_config)
         adopt_ms = [1e3 * await engine.adopt_weights(version, weights) for version in range(6)]
         text = tuple((91 * index + 7) % shape.vocabulary for index in range(200))
         logprobs = await engine.score(text)
         del weights
-        if ordered.device.type == "cuda":
+        if engine_config.device.type == "cuda":
             torch.cuda.empty_cache()
         rates: dict[str, float] = {}
         for count in running:
@@ -234,8 +234,8 @@ async def _measure_engine(
             "start_s": round(start_s, 1),
             "logprobs": [round(value, 5) for value in logprobs],
         }
-        if ordered.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(ordered.device)
+        if engine_config.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(engine_config.device)
             entry["used_gb"] = round((total - free) / 1e9, 2)
     return entry
 

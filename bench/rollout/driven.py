@@ -26,7 +26,9 @@ async def serving(engine: Engine) -> AsyncIterator[None]:
         running.cancel()
 
 
-def order(config: Any, *, dtype: torch.dtype, max_running: int, **changes: Any) -> EngineConfig:
+def make_config(
+    config: Any, *, dtype: torch.dtype, max_running: int, **changes: Any
+) -> EngineConfig:
     """Returns the configuration of an engine, on the GPU if there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return EngineConfig(
@@ -35,18 +37,18 @@ def order(config: Any, *, dtype: torch.dtype, max_running: int, **changes: Any) 
 
 
 @asynccontextmanager
-async def opened(name: str, ordered: EngineConfig) -> AsyncIterator[Engine]:
+async def opened(name: str, engine_config: EngineConfig) -> AsyncIterator[Engine]:
     """Yields a running engine with its adapter."""
-    engine = make_engine(name, ordered)
+    engine = make_engine(name, engine_config)
     async with serving(engine):
         yield engine
 
 
 @asynccontextmanager
-async def alone(name: str, ordered: EngineConfig) -> AsyncIterator[Directly]:
+async def alone(name: str, engine_config: EngineConfig) -> AsyncIterator[Directly]:
     """Yields another project's engine without our adapter; it returns once, at the end, with logprobs."""
     # The engine has the adapter's environment and arguments for this device.
-    engine: Any = make_engine(name, ordered)
+    engine: Any = make_engine(name, engine_config)
     if name == "sglang":
         async with serving(engine):
             yield _ask_sglang(engine.backend.engine)
@@ -54,7 +56,7 @@ async def alone(name: str, ordered: EngineConfig) -> AsyncIterator[Directly]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     with tempfile.TemporaryDirectory() as folder:
-        ordered.config.save_pretrained(folder)
+        engine_config.config.save_pretrained(folder)
         arguments = engine.backend.engine_args(folder)
         llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
     try:
@@ -93,10 +95,10 @@ def _ask_sglang(engine: Any) -> Directly:
     return generate
 
 
-def random_weights(engine: Engine, ordered: EngineConfig) -> dict[str, torch.Tensor]:
+def random_weights(engine: Engine, engine_config: EngineConfig) -> dict[str, torch.Tensor]:
     """Returns all weights of an engine; norms are one."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {"dtype": ordered.dtype, "device": ordered.device}
+    options: dict[str, Any] = {"dtype": engine_config.dtype, "device": engine_config.device}
     return {
         spec.name: torch.ones(spec.shape, **options)
         if spec.name.endswith("norm.weight")

@@ -21,7 +21,7 @@ import torch
 
 from bench.e2e.shapes import SHAPES, Shape, smoke
 from bench.report import read_json, write_json
-from bench.rollout.driven import opened, order, random_weights
+from bench.rollout.driven import make_config, opened, random_weights
 from services.rollout.engines.base import Engine, GenerationRequest
 
 _RESULTS = Path(__file__).parents[1] / "results"
@@ -131,7 +131,7 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 async def _run(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     changes = {"arguments": dict(options.set)} if options.set else {}
-    config = order(
+    config = make_config(
         shape.config(), dtype=getattr(torch, shape.dtype), max_running=options.running, **changes
     )
     begin = time.perf_counter()

@@ -19,7 +19,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from bench.report import device_name, write_json
-from bench.rollout.driven import opened, order, random_weights, requests
+from bench.rollout.driven import make_config, opened, random_weights, requests
 from bench.rollout.invariant import shapes
 
 RESULTS = Path(__file__).parents[1] / "results" / "rollout-invariant-vllm-cost.json"
@@ -74,7 +74,7 @@ async def _tokens_per_s(model: str, mode: str, *, is_smoke: bool) -> dict[str, f
     engine_arguments: dict[str, Any] = {"max_model_len": 1024, "gpu_memory_utilization": 0.6}
     is_invariant = mode == "batch_invariant"
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    ordered = order(
+    engine_config = make_config(
         config,
         dtype=torch.float32 if is_smoke else torch.bfloat16,
         max_running=max(running),
@@ -83,8 +83,8 @@ async def _tokens_per_s(model: str, mode: str, *, is_smoke: bool) -> dict[str, f
         arguments={} if is_smoke else engine_arguments,
     )
     result = {}
-    async with opened("torch" if is_smoke else "vllm", ordered) as engine:
-        await engine.adopt_weights(0, random_weights(engine, ordered))
+    async with opened("torch" if is_smoke else "vllm", engine_config) as engine:
+        await engine.adopt_weights(0, random_weights(engine, engine_config))
         for count in running:
             times = []
             for repeat in range(_REPEATS + 1):

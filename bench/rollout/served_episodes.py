@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from bench.rollout.driven import order
+from bench.rollout.driven import make_config
 from bench.rollout.parts import MODEL, random_weights, tokenizer
 from services.common.models.loading import load_config
 from services.common.runspec.data import DataSpec
@@ -164,10 +164,10 @@ def _engine(load: Load) -> Engine:
         )
     config = load_config(MODEL, tokenizer())
     config.max_position_embeddings = _CONTEXT_TOKENS
-    ordered = order(
+    engine_config = make_config(
         config, dtype=torch.float32, max_running=load.episodes, decode=tokenizer().decode
     )
-    return make_engine(load.engine, ordered)
+    return make_engine(load.engine, engine_config)
 
 
 class _Rows:

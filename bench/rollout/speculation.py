@@ -47,7 +47,7 @@ from transformers import (
 
 from bench.e2e.shapes import QWEN_7B, Shape
 from bench.report import read_json, write_json
-from bench.rollout.driven import opened, order
+from bench.rollout.driven import make_config, opened
 from services.common.models.loading import build_model, stored_tensors
 from services.common.runspec.rollout import SpeculationSpec
 from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
@@ -204,15 +204,15 @@ class Bench:
     """Measures one engine with and without speculation.
 
     Args:
-        ordered: Configuration of the engine without speculation.
+        engine_config: Configuration of the engine without speculation.
         weights: The model's tensors.
     """
 
     def __init__(
-        self, name: str, ordered: EngineConfig, weights: dict[str, Tensor], task: Task
+        self, name: str, engine_config: EngineConfig, weights: dict[str, Tensor], task: Task
     ) -> None:
         self._name = name
-        self._ordered = ordered
+        self._engine_config = engine_config
         self._weights = weights
         self._task = task
 
@@ -229,8 +229,8 @@ class Bench:
             others: Responses of the other setting, whose logprobs this engine also computes.
         """
         result: dict[str, Any] = {"rates": {}}
-        ordered = replace(self._ordered, speculation=speculation)
-        async with opened(self._name, ordered) as engine:
+        engine_config = replace(self._engine_config, speculation=speculation)
+        async with opened(self._name, engine_config) as engine:
             await engine.adopt_weights(0, self._weights)
             for running in options.running:
                 lengths = [options.tokens] * running
@@ -265,7 +265,7 @@ class Bench:
     async def _seconds(
         self, engine: Engine, label: str, lengths: Sequence[int]
     ) -> tuple[float, list[tuple[GenerationRequest, GenerationResult]]]:
-        clock = time.process_time if self._ordered.device.type == "cpu" else time.perf_counter
+        clock = time.process_time if self._engine_config.device.type == "cpu" else time.perf_counter
         requests = self._task.requests(label, lengths)
         began = clock()
         results = await asyncio.gather(*map(engine.generate, requests))
@@ -352,19 +352,21 @@ async def measure(options: argparse.Namespace) -> None:
     shape = {None: None, "7b": QWEN_7B}[options.shape]
     model = model_of(options.model, shape, dtype)
     speculation = SpeculationSpec(**json.loads(options.speculation))
-    ordered = order(
+    engine_config = make_config(
         model.config,
         dtype=dtype,
         max_running=max(options.running),
         arguments=json.loads(options.arguments),
     )
-    weights = {name: value.to(ordered.device) for name, value in stored_tensors(model).items()}
+    weights = {
+        name: value.to(engine_config.device) for name, value in stored_tensors(model).items()
+    }
     task = Task(
         options.model,
         num_tokens=options.tokens,
         vocabulary=None if shape is None else model.config.vocab_size,
     )
-    bench = Bench(options.engine, ordered, weights, task)
+    bench = Bench(options.engine, engine_config, weights, task)
     facts = {
         "engine": options.engine,
         "device": torch.cuda.get_device_name() if is_cuda else "cpu",

@@ -17,7 +17,7 @@ pytest.importorskip("sglang", reason="sglang is not installed here")
 
 from services.extras.sglang import adapter
 
-ORDER = EngineConfig(
+CONFIG = EngineConfig(
     config=Qwen2Config(vocab_size=50, architectures=["Qwen2ForCausalLM"]),
     dtype=torch.float32,
     device=torch.device("cpu"),
@@ -34,7 +34,7 @@ def _reason(finish: dict[str, Any]) -> str | None:
 
     async def read() -> str | None:
         stream = adapter._Stream(
-            adapter.SglangBackend(ORDER),
+            adapter.SglangBackend(CONFIG),
             "a;",
             outputs(),
             request("a", (1, 2), top_k=3, returns_mask=True),
@@ -54,12 +54,12 @@ def test_a_refused_request_ends_the_engine_with_the_reason() -> None:
 
 
 def test_an_engine_with_masks_says_so_and_samples_without_ties() -> None:
-    backend = adapter.SglangBackend(ORDER)
+    backend = adapter.SglangBackend(CONFIG)
     assert backend.capabilities.sampling_masks
     assert backend._arguments["sampling_backend"] == "pytorch"
 
 
 def test_tokens_arrive_together_unless_the_arguments_say_otherwise() -> None:
-    assert adapter.SglangBackend(ORDER)._arguments["stream_interval"] > 1
-    single = replace(ORDER, arguments={"stream_interval": 1})
+    assert adapter.SglangBackend(CONFIG)._arguments["stream_interval"] > 1
+    single = replace(CONFIG, arguments={"stream_interval": 1})
     assert adapter.SglangBackend(single)._arguments["stream_interval"] == 1

@@ -26,7 +26,7 @@ from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 from services.extras.vllm import adapter
 from services.extras.vllm.scheduler import TokenBatcher
 
-ORDER = EngineConfig(
+CONFIG = EngineConfig(
     config=Qwen2Config(vocab_size=50, architectures=["Qwen2ForCausalLM"]),
     dtype=torch.float32,
     device=torch.device("cpu"),
@@ -66,7 +66,7 @@ def _step(
 
 def _chunks(sent: list[EngineCoreOutput], **options: Any) -> list[TokenChunk]:
     async def read() -> list[TokenChunk]:
-        backend = adapter.VllmBackend(ORDER)
+        backend = adapter.VllmBackend(CONFIG)
         stream = adapter._Stream(
             backend, "a#1", segment_id="a", request=request("a", (1, 2), **options)
         )
@@ -152,7 +152,7 @@ def test_candidates_travel_with_their_tokens() -> None:
 def test_every_request_of_an_engine_with_masks_has_a_bound_of_their_size(
     options: dict[str, Any], expected: tuple[float, int, float]
 ) -> None:
-    backend = adapter.VllmBackend(ORDER)
+    backend = adapter.VllmBackend(CONFIG)
     assert backend.capabilities.sampling_masks
     segment = RequestProgress(request("a", (1, 2), **options), None).next_segment("0")
     parameters: SamplingParams = backend._sampling(segment)
@@ -175,7 +175,7 @@ def test_the_first_model_runner_is_refused_with_the_keys(tmp_path: Any) -> None:
         architectures=["Qwen2ForCausalLM"],
     )
     config.save_pretrained(tmp_path)
-    arguments = adapter.VllmBackend(replace(ORDER, config=config)).engine_args(str(tmp_path))
+    arguments = adapter.VllmBackend(replace(CONFIG, config=config)).engine_args(str(tmp_path))
     with pytest.raises(ValueError, match=r"rollout\.sampling\.top_k .* Model Runner V2"):
         adapter.start(arguments, reports_experts=False)
 
@@ -183,4 +183,4 @@ def test_the_first_model_runner_is_refused_with_the_keys(tmp_path: Any) -> None:
 def test_a_version_without_masks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "_MASKS", "an_argument_of_a_later_version")
     with pytest.raises(ValueError, match=r"from version 0\.28 on, but"):
-        adapter.build(ORDER)
+        adapter.build(CONFIG)

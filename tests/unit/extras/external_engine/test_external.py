@@ -119,7 +119,7 @@ def make_engine(backend: ScriptedBackend) -> ExternalEngine:
     )
 
 
-async def test_parts_of_different_adoptions_never_share_a_prefix() -> None:
+async def test_segments_of_different_adoptions_never_share_a_prefix() -> None:
     backend = ScriptedBackend()
     engine = make_engine(backend)
     async with running(engine):

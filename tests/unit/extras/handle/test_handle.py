@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _small_rooms(monkeypatch):
+def _small_chunks(monkeypatch):
     monkeypatch.setattr(handle, "_CHUNK_BYTES", 4096)  # the bucket size of the tests is two chunks
     monkeypatch.setattr(handle, "_FREE", {})
 
