@@ -176,10 +176,10 @@ def step_of(
     engine: FsdpEngine, scale: Scale, spec: RunSpec, topology: RankTopology
 ) -> tuple[Callable[[], Any], StepRunner, StepPlan]:
     """Returns a step of an engine over this rank's share of the batch, its runner and its plan."""
-    samples, cohort = make_samples(scale)
+    samples, facts = make_samples(scale)
     shares = spec.trainer.share_prefixes
     rows = shard_of(
-        cohort,
+        facts,
         num_updates=1,
         rank=topology.data.rank,
         num_ranks=topology.data.size,
@@ -195,7 +195,7 @@ def step_of(
         shares_prefixes=shares,
     )
     runner = StepRunner(engine, reference=None, spec=spec)
-    return lambda: runner.run(1, share, cohort, plan), runner, plan
+    return lambda: runner.run(1, share, facts, plan), runner, plan
 
 
 def measure_padded(scale: Scale, device: torch.device) -> dict[str, Any]:

@@ -133,16 +133,16 @@ class _Sides:
         distribute(self._policy, self._spec.trainer, self._topology)
         self._cost = ModelFacts(scale.config, self._weights).cost
 
-    def measure(self, samples: Samples, cohort: BatchFacts, *, rounds: int) -> dict[str, Any]:
+    def measure(self, samples: Samples, facts: BatchFacts, *, rounds: int) -> dict[str, Any]:
         """Measures both sides with one shape."""
         ours = _OurStep(
-            self._policy, self._spec, self._topology, self._cost, samples=samples, cohort=cohort
+            self._policy, self._spec, self._topology, self._cost, samples=samples, facts=facts
         )
         theirs = TrlStep(
             self._theirs,
             samples,
             ours.advantages(),
-            groups=cohort.groups,
+            groups=facts.groups,
             optimizer=self._spec.trainer.optimizer,
             clip=_CLIP,
             max_tokens=self._spec.trainer.tokens_per_micro_batch,
@@ -182,7 +182,7 @@ class _Sides:
         tokens = {"ours": ours.num_tokens(), "trl": sum(batch.num_tokens for batch in batches)}
         return {
             "samples": len(samples.rows),
-            "tokens": sum(cohort.lengths),
+            "tokens": sum(facts.lengths),
             "unique_tokens": work.tokens,
             "computed_tokens": tokens,
             "micro_batches": {"ours": ours.num_micro_batches, "trl": len(batches)},
@@ -222,7 +222,7 @@ class _OurStep:
         cost: Any,
         *,
         samples: Samples,
-        cohort: BatchFacts,
+        facts: BatchFacts,
     ) -> None:
         engine = FsdpEngine(policy, spec=spec, topology=topology)
         self._runner = StepRunner(engine, reference=None, spec=spec)
@@ -233,7 +233,7 @@ class _OurStep:
         self._ranks = topology.data
         self._cost = cost
         self._samples = samples
-        self._cohort = cohort
+        self._facts = facts
         self._heard = heard
         self.num_micro_batches = self.num_divided = 0
 
@@ -244,12 +244,12 @@ class _OurStep:
             self._ranks,
             max_response_tokens=self._spec.rollout.max_response_tokens,
         )
-        return credit(self._samples, self._cohort, kl_coefficient=0.0).advantages
+        return credit(self._samples, self._facts, kl_coefficient=0.0).advantages
 
     def plan(self) -> tuple[Samples, StepPlan]:
         """Returns the samples in the order of their plan, as a rank has them."""
         share = shard_of(
-            self._cohort,
+            self._facts,
             num_updates=1,
             rank=0,
             num_ranks=1,
@@ -270,7 +270,7 @@ class _OurStep:
         """Trains the samples once; returns the loss and the norm of the gradients."""
         self._heard.clear()
         samples, plan = self.plan()
-        metrics = self._runner.run(1, samples, self._cohort, plan).metrics
+        metrics = self._runner.run(1, samples, self._facts, plan).metrics
         self.num_micro_batches = len(self._heard)
         self.num_divided = int(metrics["divided_micro_batches"])
         return metrics["loss"], metrics["grad_norm"]

@@ -84,11 +84,11 @@ def measure_shapes(
         compile_ahead(policy, spec, device=device)
     result = {}
     for name, (prompt, response) in _SHAPES.items():
-        samples, cohort = make_groups(
+        samples, facts = make_groups(
             scale, num_groups, max(1, prompt // shrink), max(2, response // shrink)
         )
         steps = {
-            way: _Step(policy, scale, trainer, topology, cost, samples, cohort, shares=shares)
+            way: _Step(policy, scale, trainer, topology, cost, samples, facts, shares=shares)
             for way, shares in (("plain", False), ("shared", True))
         }
         seconds: dict[str, list[float]] = {way: [] for way in steps}
@@ -101,8 +101,8 @@ def measure_shapes(
                 if turn:  # the first one warms up
                     seconds[way].append(spent)
         result[name] = {
-            "prompt_tokens": int(cohort.prompt_lengths[0]),
-            "tokens": sum(cohort.lengths),
+            "prompt_tokens": int(facts.prompt_lengths[0]),
+            "tokens": sum(facts.lengths),
             **{way: _figures(steps[way], seconds[way], peaks[way]) for way in steps},
             "speedup": median(seconds["plain"]) / median(seconds["shared"]),
         }
@@ -120,16 +120,16 @@ class _Step:
         topology: RankTopology,
         cost: Any,
         samples: Samples,
-        cohort: BatchFacts,
+        facts: BatchFacts,
         *,
         shares: bool,
     ) -> None:
         spec = spec_of(scale, **trainer, share_prefixes=shares)
         engine = FsdpEngine(policy, spec=spec, topology=topology)
         self._runner = StepRunner(engine, reference=None, spec=spec)
-        self._cohort = cohort
+        self._facts = facts
         share = shard_of(
-            cohort, num_updates=1, rank=0, num_ranks=1, cost=cost, shares_prefixes=shares
+            facts, num_updates=1, rank=0, num_ranks=1, cost=cost, shares_prefixes=shares
         )
         self._samples = samples.select(share.rows)
         self.plan = plan_step(
@@ -142,7 +142,7 @@ class _Step:
         self.metrics: dict[str, float] = {}
 
     def run(self) -> None:
-        self.metrics = self._runner.run(1, self._samples, self._cohort, self.plan).metrics
+        self.metrics = self._runner.run(1, self._samples, self._facts, self.plan).metrics
 
 
 def _figures(step: _Step, seconds: list[float], peak: float) -> dict[str, float]:
@@ -187,7 +187,7 @@ def make_groups(
             "token_versions": torch.zeros(total, dtype=torch.int64),
         },
     )
-    cohort = BatchFacts(
+    facts = BatchFacts(
         groups=torch.arange(count) // _GROUP_SIZE,
         lengths=tuple((lengths + prompt).tolist()),
         prompt_lengths=(prompt,) * count,
@@ -196,7 +196,7 @@ def make_groups(
         is_failed=no,
         is_greedy=no,
     )
-    return samples, cohort
+    return samples, facts
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def make_samples(scale: Scale) -> tuple[Samples, BatchFacts]:
         },
     )
     none = torch.zeros(len(lengths), dtype=torch.bool)
-    cohort = BatchFacts(
+    facts = BatchFacts(
         groups=torch.arange(len(lengths)) // 8,
         lengths=tuple(lengths),
         prompt_lengths=tuple(prompts),
@@ -116,7 +116,7 @@ def make_samples(scale: Scale) -> tuple[Samples, BatchFacts]:
         is_failed=none,
         is_greedy=none,
     )
-    return samples, cohort
+    return samples, facts
 
 
 def useful_flops(scale: Scale) -> float:

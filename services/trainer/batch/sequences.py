@@ -461,7 +461,7 @@ def _fields_of_rollouts(spec: RunSpec) -> dict[str, str]:
 def build_samples(
     fields: Mapping[str, Jagged],
     rows: Sequence[int],
-    cohort: BatchFacts,
+    facts: BatchFacts,
     *,
     spec: AlgorithmSpec,
     weight_version: int,
@@ -501,9 +501,9 @@ def build_samples(
         experts=sequences.experts,
         masks=sequences.masks,
         inputs=sequences.inputs_of(inputs),
-        groups=cohort.groups[sample_rows] if spec.loss_kind.compares_members else None,
+        groups=facts.groups[sample_rows] if spec.loss_kind.compares_members else None,
     )
-    trains = cohort.is_member[sample_rows]
+    trains = facts.is_member[sample_rows]
     if TEACHER_PROMPT in fields:
         samples = replace(
             samples, teacher_prompts=_teacher_prompts(fields[TEACHER_PROMPT], sequences)
@@ -511,9 +511,9 @@ def build_samples(
         # A sample without a teacher prompt has no teacher: no other response of its group was good enough.
         trains = trains & (fields[TEACHER_PROMPT].lengths > 0)[sequences.samples]
     if spec.advantage_kind.needs_greedy:
-        trains = trains & ~cohort.lost_baseline[sample_rows]
+        trains = trains & ~facts.lost_baseline[sample_rows]
     if spec.overlong.mask_truncated:
-        trains = trains & ~cohort.is_truncated[sample_rows]
+        trains = trains & ~facts.is_truncated[sample_rows]
     loss_mask = tokens["response_mask"] & samples.segments.expand(trains)
     if "token_versions" in tokens:
         versions = tokens["token_versions"]

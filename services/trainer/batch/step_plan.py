@@ -72,7 +72,7 @@ class Bounds:
 
 
 def shard_of(
-    cohort: BatchFacts,
+    facts: BatchFacts,
     *,
     num_updates: int,
     rank: int,
@@ -91,9 +91,9 @@ def shard_of(
             rank; members then stay together, as far as that balances the ranks.
         keeps_groups: True if members stay together at any cost.
     """
-    num_groups = int(cohort.groups.max()) + 1
+    num_groups = int(facts.groups.max()) + 1
     num_updates = min(num_updates, num_groups)
-    groups = cohort.groups.tolist()
+    groups = facts.groups.tolist()
     rows: list[int] = []
     updates = []
     for update in range(num_updates):
@@ -105,7 +105,7 @@ def shard_of(
                 members[group - first].append(index)
         if not (shares_prefixes or keeps_groups):
             members = [[index] for group in members for index in group]
-        dealt = _deal(cohort, members, num_ranks, cost, divides=not keeps_groups)[rank]
+        dealt = _deal(facts, members, num_ranks, cost, divides=not keeps_groups)[rank]
         updates.append(tuple(range(len(rows), len(rows) + len(dealt))))
         rows += dealt
     return RankShard(rows=tuple(rows), updates=tuple(updates))
@@ -247,7 +247,7 @@ def _whole_groups(
 
 
 def _deal(
-    cohort: BatchFacts,
+    facts: BatchFacts,
     groups: list[list[int]],
     num_ranks: int,
     cost: Callable[[int], float],
@@ -261,8 +261,8 @@ def _deal(
     """
 
     def work(unit: Sequence[int]) -> float:
-        common = cost(min(cohort.prompt_lengths[index] for index in unit)) if len(unit) > 1 else 0.0
-        return common + sum(cost(cohort.lengths[index]) - common for index in unit)
+        common = cost(min(facts.prompt_lengths[index] for index in unit)) if len(unit) > 1 else 0.0
+        return common + sum(cost(facts.lengths[index]) - common for index in unit)
 
     dealt, least, num_parts = None, 0.0, 1
     most_parts = 2 * max(map(len, groups)) if divides and num_ranks > 1 else 1

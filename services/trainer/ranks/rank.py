@@ -113,7 +113,7 @@ class Runner(Protocol):
     """Engine of the model."""
 
     def accumulate(
-        self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
+        self, weight_version: int, samples: Samples, facts: BatchFacts, plan: StepPlan
     ) -> None:
         """Accumulates gradients of some groups of the next batch."""
 
@@ -124,7 +124,7 @@ class Runner(Protocol):
         self,
         weight_version: int,
         samples: Samples,
-        cohort: BatchFacts,
+        facts: BatchFacts,
         plan: StepPlan,
         *,
         step: int | None = None,
@@ -152,7 +152,7 @@ _Sample = tuple[str, object]
 class _Share:
     """A planned batch with this rank's samples."""
 
-    cohort: BatchFacts
+    facts: BatchFacts
     plan: StepPlan
     samples: Samples
 
@@ -212,10 +212,10 @@ class Rank:
         if not new:
             return
         share = self._share(meta.select(new), weight_version, num_updates=1)
-        if self._any_rank_has(nonfinite_inputs(share.samples, share.cohort)):
+        if self._any_rank_has(nonfinite_inputs(share.samples, share.facts)):
             return  # the step itself reports this and is skipped
         try:
-            runner.accumulate(weight_version, share.samples, share.cohort, share.plan)
+            runner.accumulate(weight_version, share.samples, share.facts, share.plan)
         except OomLimitError as error:
             self._drop_accumulated()
             if self._spec.trainer.world_size > 1:
@@ -309,7 +309,7 @@ class Rank:
             share = self._share(
                 meta, weight_version, num_updates=self._spec.trainer.updates_per_step
             )
-        if self._any_rank_has(nonfinite := nonfinite_inputs(share.samples, share.cohort)):
+        if self._any_rank_has(nonfinite := nonfinite_inputs(share.samples, share.facts)):
             kind = "reward" if "rewards" in nonfinite else "logprob"
             metrics = {"nonfinite_inputs": 1.0, f"nonfinite_{kind}": 1.0}
             result = StepResult(metrics=metrics, skipped=True)
@@ -318,7 +318,7 @@ class Rank:
             try:
                 with self._profiler(step):
                     result = self.runner.run(
-                        weight_version, share.samples, share.cohort, share.plan, step=step
+                        weight_version, share.samples, share.facts, share.plan, step=step
                     )
             except BaseException:
                 self._drop_accumulated()
@@ -376,9 +376,9 @@ class Rank:
         if self._recorder is not None:
             self._recorder.begin(meta)
         fields = wanted_fields(meta, self._spec)
-        cohort = BatchFacts.from_meta(meta)
+        facts = BatchFacts.from_meta(meta)
         shard = shard_of(
-            cohort,
+            facts,
             num_updates=num_updates,
             rank=self._ranks.rank,
             num_ranks=self._ranks.size,
@@ -395,7 +395,7 @@ class Rank:
                 samples = build_samples(
                     columns,
                     shard.rows,
-                    cohort,
+                    facts,
                     spec=self._spec.algorithm,
                     weight_version=weight_version,
                     inputs=fetch_model_inputs(self._fetch, meta.select(shard.rows)),
@@ -409,7 +409,7 @@ class Rank:
             shares_prefixes=self._spec.shares_prefixes,
             bounds=self.runner.engine.bounds,
         )
-        return _Share(cohort, plan, samples)
+        return _Share(facts, plan, samples)
 
     def _any_rank_has(self, names: tuple[str, ...]) -> bool:
         if names:

@@ -62,7 +62,7 @@ class CreditAssigner:
         )
         self._try()
 
-    def __call__(self, samples: Samples, cohort: BatchFacts, *, kl_coefficient: float) -> Credit:
+    def __call__(self, samples: Samples, facts: BatchFacts, *, kl_coefficient: float) -> Credit:
         """Computes the advantages of this rank's tokens. All ranks must call it.
 
         Args:
@@ -75,7 +75,7 @@ class CreditAssigner:
             ValueError: If a user's function does not return one number per token.
         """
         penalty = self._penalty(samples, kl_coefficient)
-        batch, shaped = self._scored(samples, cohort, self._task_scores(samples), penalty)
+        batch, shaped = self._scored(samples, facts, self._task_scores(samples), penalty)
         estimated = self._estimate(batch)
         values, returns = estimated if isinstance(estimated, tuple) else (estimated, None)
         if not isinstance(values, Tensor) or values.shape != batch.rewards.shape:
@@ -99,7 +99,7 @@ class CreditAssigner:
         samples, no = idle_samples().select([0, 0]), torch.zeros(2, dtype=torch.bool)
         samples = replace(samples, rows=torch.arange(2), rewards=torch.tensor([0.0, 1.0]))
         samples = samples.with_tokens(loss_mask=~no, response_mask=~no)
-        cohort = BatchFacts(
+        facts = BatchFacts(
             groups=torch.zeros(2, dtype=torch.int64),
             lengths=(2, 2),
             prompt_lengths=(1, 1),
@@ -109,7 +109,7 @@ class CreditAssigner:
             is_failed=no,
         )
         rank_samples = samples if self._ranks.rank == 0 else samples.select([])
-        advantages = self(rank_samples, cohort, kl_coefficient=0.0).advantages
+        advantages = self(rank_samples, facts, kl_coefficient=0.0).advantages
         if not bool(advantages.isfinite().all()):
             raise ValueError(
                 f"algorithm.advantage {self._spec.advantage!r} is {advantages.tolist()} for a group with the "
@@ -117,23 +117,23 @@ class CreditAssigner:
             )
 
     def _scored(
-        self, samples: Samples, cohort: BatchFacts, scores: Tensor, penalty: Tensor
+        self, samples: Samples, facts: BatchFacts, scores: Tensor, penalty: Tensor
     ) -> tuple[ScoredBatch, Tensor]:
         """Builds the estimator's input, and returns it with the score of each of this rank's samples."""
         segments, mask = samples.segments, samples.tokens["response_mask"]
         by_sample = samples.by_sample
         # A response counts in its group even if the policy sampled none of its tokens.
         shaped = scores - by_sample.sum(segments.sum(penalty))
-        all_scores = self._gathered(shaped, samples, cohort)
-        lengths = self._gathered(by_sample.sum(segments.count(mask)), samples, cohort)
-        member = cohort.is_member
-        _, groups = torch.unique(cohort.groups[member], return_inverse=True)
+        all_scores = self._gathered(shaped, samples, facts)
+        lengths = self._gathered(by_sample.sum(segments.count(mask)), samples, facts)
+        member = facts.is_member
+        _, groups = torch.unique(facts.groups[member], return_inverse=True)
         positions = torch.where(member, member.cumsum(0) - 1, -1)
-        num_prompts = int(cohort.groups.max()) + 1 if len(cohort.groups) else 0
+        num_prompts = int(facts.groups.max()) + 1 if len(facts.groups) else 0
         greedy_scores = all_scores.new_full((num_prompts,), torch.nan)
-        greedy_scores[cohort.groups[cohort.is_greedy]] = all_scores[cohort.is_greedy]
+        greedy_scores[facts.groups[facts.is_greedy]] = all_scores[facts.is_greedy]
         # Samples of groups that lost their greedy baseline do not train.
-        greedy_scores[cohort.groups[cohort.lost_baseline]] = 0.0
+        greedy_scores[facts.groups[facts.lost_baseline]] = 0.0
         values = samples.tokens.get("values")
         earned = samples.tokens.get(TOKEN_REWARDS, torch.zeros(len(mask))).to(torch.float64)
         rest = by_sample.expand(scores - by_sample.sum(segments.sum(earned)))
@@ -142,8 +142,8 @@ class CreditAssigner:
             groups=groups,
             lengths=lengths[member],
             greedy_scores=greedy_scores,
-            prompts=cohort.groups[samples.rows],
-            terms=_terms(cohort),
+            prompts=facts.groups[samples.rows],
+            terms=_terms(facts),
             places=positions[samples.rows],
             segments=segments,
             # In each sequence, the last sampled token receives the reward that no token earned.
@@ -182,17 +182,17 @@ class CreditAssigner:
         )
         return kl_coefficient * torch.where(mask, penalty, 0.0)
 
-    def _gathered(self, values: Tensor, samples: Samples, cohort: BatchFacts) -> Tensor:
+    def _gathered(self, values: Tensor, samples: Samples, facts: BatchFacts) -> Tensor:
         """Combines values of each rank's samples into those of the whole batch, ``[N]``."""
-        totals = torch.zeros(len(cohort.groups), dtype=torch.float64)
+        totals = torch.zeros(len(facts.groups), dtype=torch.float64)
         totals[samples.rows[samples.is_first]] = values.to(torch.float64)
         return self._ranks.sum(totals)
 
 
-def _terms(cohort: BatchFacts) -> dict[str, Tensor]:
+def _terms(facts: BatchFacts) -> dict[str, Tensor]:
     """Returns the terms that all members of a batch have, ``[M]`` float64 by name."""
-    members = cohort.is_member.nonzero().flatten().tolist()
-    rows = [json.loads(cohort.terms[row]) for row in members] if cohort.terms else []
+    members = facts.is_member.nonzero().flatten().tolist()
+    rows = [json.loads(facts.terms[row]) for row in members] if facts.terms else []
     names = [name for name in rows[0] if all(name in row for row in rows)] if rows else []
     return {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in names}
 

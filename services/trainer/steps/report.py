@@ -38,19 +38,19 @@ class LeftOut:
 
 
 def left_out_of(
-    positions: Collection[int], samples: Samples, cohort: BatchFacts, ranks: Ranks
+    positions: Collection[int], samples: Samples, facts: BatchFacts, ranks: Ranks
 ) -> LeftOut:
     """Counts the sequences that all ranks left out. All ranks must call it.
 
     Args:
         positions: Positions of the sequences that this rank left out.
     """
-    counts = torch.zeros(len(cohort.keys), 2, dtype=torch.int64)
+    counts = torch.zeros(len(facts.keys), 2, dtype=torch.int64)
     for position in positions:
         tokens = num_tokens(samples.select([position]))
         counts[int(samples.rows[position])] += torch.tensor([1, tokens])
     counts = ranks.sum(counts)
-    tokens_of = dict(zip(cohort.keys, counts[:, 1].tolist(), strict=True))
+    tokens_of = dict(zip(facts.keys, counts[:, 1].tolist(), strict=True))
     return LeftOut(int(counts[:, 0].sum()), {k: count for k, count in tokens_of.items() if count})
 
 
@@ -87,14 +87,14 @@ class StepAccumulator:
     """Seconds that the groups took."""
     compiled_before: int = field(default_factory=num_compiled)
 
-    def add(self, samples: Samples, cohort: BatchFacts, *, seconds: float) -> None:
-        """Counts this rank's samples, and those of ``cohort`` over all ranks."""
+    def add(self, samples: Samples, facts: BatchFacts, *, seconds: float) -> None:
+        """Counts this rank's samples, and those of ``facts`` over all ranks."""
         prompts, responses = samples.prompts.values, samples.responses.values
         trained = int(samples.tokens["loss_mask"].sum())
         self.sizes += torch.tensor(
             [int(samples.is_first.sum()), len(prompts) + len(responses), len(responses), trained]
         )
-        self.num_samples += len(cohort.lengths)
+        self.num_samples += len(facts.lengths)
         self.seconds += seconds
 
 
@@ -150,7 +150,7 @@ def _expert_load(updates: Sequence[Update]) -> dict[str, float]:
 def describe_batch(
     weight_version: int,
     samples: Samples,
-    cohort: BatchFacts,
+    facts: BatchFacts,
     tally: MetricTotals,
     *,
     max_staleness: int,
@@ -163,14 +163,14 @@ def describe_batch(
 
     Args:
         weight_version: Version of the weights that the step starts from.
-        cohort: The whole batch. Rewards of failed samples and greedy baselines do not count.
+        facts: The whole batch. Rewards of failed samples and greedy baselines do not count.
     """
     everything = torch.ones_like(samples.rewards, dtype=torch.bool)
     first = samples.is_first
-    member = cohort.is_member[samples.rows] & first
+    member = facts.is_member[samples.rows] & first
     tally.mean("reward_mean", samples.rewards, member)
     tally.mean("scored_fraction", member.float(), first)
-    tally.mean("failed_fraction", cohort.is_failed[samples.rows].float(), first)
+    tally.mean("failed_fraction", facts.is_failed[samples.rows].float(), first)
     counts = samples.by_sample
     tally.mean("sequences_mean", counts.expand(counts.lengths).float(), first)
     segments, mask = samples.segments, samples.tokens["response_mask"]

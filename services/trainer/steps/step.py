@@ -103,29 +103,29 @@ class StepRunner:
         self._early = StepAccumulator()
 
     def accumulate(
-        self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
+        self, weight_version: int, samples: Samples, facts: BatchFacts, plan: StepPlan
     ) -> None:
         """Accumulates gradients of some groups; the next :meth:`run` updates the weights with them.
 
         Args:
             weight_version: Version of the weights that the step starts from.
             samples: This rank's samples; the plan refers to their positions.
-            cohort: These groups. No sample's advantage may depend on another group.
+            facts: These groups. No sample's advantage may depend on another group.
             plan: This rank's work, in one update.
 
         Raises:
             OomLimitError: If a micro-batch does not fit; the caller must then :meth:`drop_gradients`.
         """
         begin, early = time.perf_counter(), self._early
-        samples, plan = self._prepared(weight_version, samples, cohort, plan)
+        samples, plan = self._prepared(weight_version, samples, facts, plan)
         (work,) = plan.updates
-        share = len(cohort.lengths) / self._samples_per_step
+        share = len(facts.lengths) / self._samples_per_step
         passes = self._add(samples, work, early, may_repeat=False, sample_share=share)
         early.unit, early.counts = passes.loss_of.unit, passes.loss_of.counts
         early.weight += passes.loss_of.total_weight
         early.loss += passes.loss
-        early.add(samples, cohort, seconds=time.perf_counter() - begin)
-        early.left_out += left_out_of(plan.left_out, samples, cohort, self._ranks)
+        early.add(samples, facts, seconds=time.perf_counter() - begin)
+        early.left_out += left_out_of(plan.left_out, samples, facts, self._ranks)
 
     def drop_gradients(self) -> None:
         self._early = StepAccumulator()
@@ -135,7 +135,7 @@ class StepRunner:
         self,
         weight_version: int,
         samples: Samples,
-        cohort: BatchFacts,
+        facts: BatchFacts,
         plan: StepPlan,
         *,
         step: int | None = None,
@@ -145,7 +145,7 @@ class StepRunner:
         Args:
             weight_version: Version of the weights that the step starts from.
             samples: This rank's samples; the plan refers to their positions.
-            cohort: The whole batch, without the accumulated groups.
+            facts: The whole batch, without the accumulated groups.
             step: Number of the step, from 1; None means ``weight_version + 1``, which it is unless the run
                 was rewound.
 
@@ -153,7 +153,7 @@ class StepRunner:
             OomLimitError: If a micro-batch does not fit into memory and its update cannot be repeated.
         """
         begin, early = time.perf_counter(), self._early
-        samples, plan = self._prepared(weight_version, samples, cohort, plan)
+        samples, plan = self._prepared(weight_version, samples, facts, plan)
         step = weight_version + 1 if step is None else step
         trains_policy = step > self._spec.critic.warmup_steps
         updates, left_out = [], set(plan.left_out)
@@ -162,8 +162,8 @@ class StepRunner:
             updates.append(update)
             left_out |= passes.left_out
         self._early = StepAccumulator()
-        early.add(_kept(samples, left_out), cohort, seconds=time.perf_counter() - begin)
-        early.left_out += left_out_of(left_out, samples, cohort, self._ranks)
+        early.add(_kept(samples, left_out), facts, seconds=time.perf_counter() - begin)
+        early.left_out += left_out_of(left_out, samples, facts, self._ranks)
         with early.timer("metrics"):
             metrics = self._summary(updates, early)
         self.kl_coefficient = adapted_kl(
@@ -212,7 +212,7 @@ class StepRunner:
             self.critic.updates.restore(facts, CRITIC)
 
     def _prepared(
-        self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
+        self, weight_version: int, samples: Samples, facts: BatchFacts, plan: StepPlan
     ) -> tuple[Samples, StepPlan]:
         """Adds all columns that the loss needs; drops from the plan what does not fit into memory."""
         timer, tally = self._early.timer, self._early.tally
@@ -224,10 +224,10 @@ class StepRunner:
             if self._spec.interpolates_proximal:
                 samples = samples.with_tokens(age=age)
         with timer("advantage"):
-            samples = self._with_advantages(samples, cohort, tally)
+            samples = self._with_advantages(samples, facts, tally)
             samples = self._objective.look_ahead(samples, self._ranks)
         describe_batch(
-            weight_version, samples, cohort, tally, max_staleness=self._spec.algorithm.max_staleness
+            weight_version, samples, facts, tally, max_staleness=self._spec.algorithm.max_staleness
         )
         return samples, plan
 
@@ -256,11 +256,9 @@ class StepRunner:
                 )
         return samples
 
-    def _with_advantages(
-        self, samples: Samples, cohort: BatchFacts, tally: MetricTotals
-    ) -> Samples:
+    def _with_advantages(self, samples: Samples, facts: BatchFacts, tally: MetricTotals) -> Samples:
         credit = self._credit(
-            samples, cohort, kl_coefficient=self.kl_coefficient if self._kl_in_reward else 0.0
+            samples, facts, kl_coefficient=self.kl_coefficient if self._kl_in_reward else 0.0
         )
         if self._kl_in_reward:
             penalty = kl_penalty(
@@ -272,7 +270,7 @@ class StepRunner:
         mask = samples.tokens["loss_mask"]
         tally.mean("advantage_abs_mean", credit.advantages.abs(), mask)
         tally.mean("zero_advantage_fraction", (credit.advantages == 0).float(), mask)
-        counted_samples = cohort.is_member[samples.rows] & samples.is_first
+        counted_samples = facts.is_member[samples.rows] & samples.is_first
         tally.mean("score_mean", credit.shaped_scores, counted_samples)
         if credit.returns is not None:
             samples = samples.with_tokens(returns=credit.returns)
@@ -424,7 +422,7 @@ class CriticStepRunner:
         self,
         weight_version: int,
         samples: Samples,
-        cohort: BatchFacts,
+        facts: BatchFacts,
         plan: StepPlan,
         *,
         step: int | None = None,
@@ -440,7 +438,7 @@ class CriticStepRunner:
         samples, plan = without_unscored(samples, plan)
         left_out = torch.tensor([float(len(plan.left_out))])
         tally.max("critic_left_out_sequences", left_out, torch.ones(1, dtype=torch.bool))
-        credit = self._credit(samples, cohort, kl_coefficient=0.0)
+        credit = self._credit(samples, facts, kl_coefficient=0.0)
         assert credit.returns is not None, "an advantage with a critic gives its targets"
         samples = samples.with_tokens(returns=credit.returns)
         outcomes = [
@@ -458,7 +456,7 @@ class CriticStepRunner:
         )
 
     def accumulate(
-        self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
+        self, weight_version: int, samples: Samples, facts: BatchFacts, plan: StepPlan
     ) -> None:
         """Raises an error, because the critic's targets depend on the whole batch.
 

@@ -237,11 +237,11 @@ class NonFiniteGuard:
         )
 
 
-def nonfinite_inputs(samples: Samples, cohort: BatchFacts) -> tuple[str, ...]:
+def nonfinite_inputs(samples: Samples, facts: BatchFacts) -> tuple[str, ...]:
     """Returns the names of inputs that are not finite where they count: ``rewards`` and columns."""
-    member = cohort.is_member[samples.rows]
+    member = facts.is_member[samples.rows]
     # A greedy response is not a member of its group, but the baseline of the members.
-    rewarded = member | cohort.is_greedy[samples.rows]
+    rewarded = member | facts.is_greedy[samples.rows]
     names = [] if bool(torch.isfinite(samples.rewards[rewarded]).all()) else ["rewards"]
     # Untrained tokens may count too, because the rewards of trained tokens may depend on them.
     mask = samples.tokens["response_mask"] & samples.segments.expand(member)

@@ -75,7 +75,7 @@ class Batch:
             },
         )
 
-    def cohort(self) -> BatchFacts:
+    def facts(self) -> BatchFacts:
         no = torch.zeros(len(self.groups), dtype=torch.bool)
         return BatchFacts(
             groups=torch.tensor(self.groups),

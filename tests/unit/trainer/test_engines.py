@@ -86,8 +86,8 @@ def _engine(name: str, *, role: ModelRole = "policy", seed: int = 0) -> Any:
 def _batch(seed: int = 0, spec: RunSpec = SPEC) -> Samples:
     """Returns 16 random sequences with random advantages, in groups with common prompts."""
     queue = random_queue(policy_of(SPEC, seed=5, scale=1.5), seed=seed)
-    cohort = BatchFacts.from_meta(queue.meta)
-    samples = build_samples(queue.fields, range(16), cohort, spec=spec.algorithm, weight_version=0)
+    facts = BatchFacts.from_meta(queue.meta)
+    samples = build_samples(queue.fields, range(16), facts, spec=spec.algorithm, weight_version=0)
     generator = torch.Generator().manual_seed(seed)
     count = len(samples.responses.values)
     return samples.with_tokens(advantages=torch.randn(count, generator=generator))

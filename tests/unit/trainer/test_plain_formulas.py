@@ -72,7 +72,7 @@ def test_advantages_are_those_of_the_formulas(name: str) -> None:
             {"advantage": name, "gamma": gamma, "gae_lambda": decay}
         )
         credit = CreditAssigner(spec, Ranks(), max_response_tokens=HORIZON)
-        batch_credit = credit(batch.samples(), batch.cohort(), kl_coefficient=kl)
+        batch_credit = credit(batch.samples(), batch.facts(), kl_coefficient=kl)
         rows = plain_advantages(batch, name, kl=kl, gamma=gamma, decay=decay)
         expected = torch.tensor([x for row in rows for x in row], dtype=torch.float32)
         torch.testing.assert_close(

@@ -114,10 +114,10 @@ def test_groups_that_are_compared_are_never_divided(shares: bool) -> None:
     rows[4:] = sharing_keys([torch.full((300,), 8)] * 2, [torch.full((30,), n) for n in (1, 2)])
     batches = micro_batches(rows, 170, shares=shares, groups=[4, 9, 9, 4, 1, 1])
     assert sorted(batches) == [[0, 3], [1, 2], [4, 5]]
-    cohort = _cohort([(20, [100] * 2)])
+    facts = _facts([(20, [100] * 2)])
     shared = [
         shard_of(
-            cohort, num_updates=1, rank=rank, num_ranks=2, shares_prefixes=shares, keeps_groups=True
+            facts, num_updates=1, rank=rank, num_ranks=2, shares_prefixes=shares, keeps_groups=True
         ).rows
         for rank in range(2)
     ]
@@ -137,7 +137,7 @@ def test_micro_batches_hold_no_more_than_their_budget() -> None:
             assert tokens <= budget or len(micro) == 1
 
 
-def _cohort(groups: list[tuple[int, list[int]]]) -> BatchFacts:
+def _facts(groups: list[tuple[int, list[int]]]) -> BatchFacts:
     """Returns the facts of groups with the given lengths of prompt and responses."""
     owners = [number for number, (_, answers) in enumerate(groups) for _ in answers]
     no = torch.zeros(len(owners), dtype=torch.bool)
@@ -154,9 +154,9 @@ def _cohort(groups: list[tuple[int, list[int]]]) -> BatchFacts:
     )
 
 
-def _shares(cohort: BatchFacts, num_ranks: int) -> list[tuple[int, ...]]:
+def _shares(facts: BatchFacts, num_ranks: int) -> list[tuple[int, ...]]:
     return [
-        shard_of(cohort, num_updates=1, rank=rank, num_ranks=num_ranks, shares_prefixes=True).rows
+        shard_of(facts, num_updates=1, rank=rank, num_ranks=num_ranks, shares_prefixes=True).rows
         for rank in range(num_ranks)
     ]
 
@@ -164,11 +164,11 @@ def _shares(cohort: BatchFacts, num_ranks: int) -> list[tuple[int, ...]]:
 def test_ranks_get_whole_groups_of_like_work() -> None:
     # Without shared prefixes, the first and the last group would have by far the most tokens.
     groups = [(500, [10] * 4), (10, [260] * 4), (500, [5] * 4)]
-    assert _shares(_cohort(groups), 2) == [(4, 5, 6, 7), (0, 1, 2, 3, 8, 9, 10, 11)]
+    assert _shares(_facts(groups), 2) == [(4, 5, 6, 7), (0, 1, 2, 3, 8, 9, 10, 11)]
 
 
 def test_a_group_is_divided_where_ranks_would_have_nothing_to_do() -> None:
-    shares = _shares(_cohort([(20, [100] * 8)]), 4)
+    shares = _shares(_facts([(20, [100] * 8)]), 4)
     assert [len(share) for share in shares] == [2, 2, 2, 2]
     assert sorted(index for share in shares for index in share) == [*range(8)]
 

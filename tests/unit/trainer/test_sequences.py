@@ -44,9 +44,9 @@ def test_each_conversation_is_a_sequence_of_its_sample() -> None:
 
 def test_a_shared_prefix_trains_once_and_observations_never() -> None:
     queue, episodes = branched_episodes(policy_of(spec_of()))
-    cohort = BatchFacts.from_meta(queue.meta)
+    facts = BatchFacts.from_meta(queue.meta)
     samples = build_samples(
-        queue.fields, range(len(episodes)), cohort, spec=spec_of().algorithm, weight_version=0
+        queue.fields, range(len(episodes)), facts, spec=spec_of().algorithm, weight_version=0
     )
     turns = {id(turn): turn for episode in episodes for conv in episode for turn in conv}.values()
     assert int(samples.tokens["loss_mask"].sum()) == sum(
@@ -178,13 +178,13 @@ def test_what_tokens_earned_is_credited_to_them_where_the_advantage_goes_by_toke
         "rewards": Jagged.from_list(list(rewards)),
         "values": Jagged(torch.zeros(len(mask.values)), mask.lengths),
     }
-    cohort = BatchFacts.from_meta(queue.meta)
-    samples = build_samples(fields, range(len(rewards)), cohort, spec=spec, weight_version=0)
+    facts = BatchFacts.from_meta(queue.meta)
+    samples = build_samples(fields, range(len(rewards)), facts, spec=spec, weight_version=0)
     assign = CreditAssigner(spec, Ranks(), max_response_tokens=1000)
     batches: list[Any] = []
     estimate = assign._estimate
     assign._estimate = lambda batch: batches.append(batch) or estimate(batch)  # type: ignore[func-returns-value]
-    assign(samples, cohort, kl_coefficient=0.0)
+    assign(samples, facts, kl_coefficient=0.0)
     (batch,) = batches
     assert torch.allclose(batch.scores, rewards.double())
     token_rewards = samples.tokens["token_rewards"].double()
