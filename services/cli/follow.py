@@ -350,6 +350,6 @@ async def _show_saving(api: Api, run_id: str, display: Display) -> None:
 
 
 def _seconds(run: Mapping[str, Any]) -> float:
-    """Returns the duration of an ended run by the controller's clock, without its time in the queue."""
+    """Returns the duration of an ended run without its time in the queue; 0 if the clock was set back."""
     begin, end = run.get("start_time") or run["create_time"], run["finish_time"]
-    return (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds()
+    return max((datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds(), 0.0)

@@ -736,7 +736,8 @@ def _remaining_s(body: Json, run: Run) -> float | None:
     ttl_s: float | None = body["spec"].get(_TTL)
     if ttl_s is None or run.finish_time is None:
         return None
-    return max(run.finish_time + ttl_s - time.time(), 0.0)
+    # At most the whole time: the clock may have been set back since.
+    return min(max(run.finish_time + ttl_s - time.time(), 0.0), ttl_s)
 
 
 def _is_settled(body: Json) -> bool:

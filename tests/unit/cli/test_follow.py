@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from services.cli.api import ApiError
-from services.cli.follow import follow
+from services.cli.follow import _seconds, follow
 from tests.helpers.tracked import RUN
 from tests.unit.cli.test_steps import RUN as ENDED_RUN
 
@@ -80,3 +80,17 @@ async def test_events_of_a_server_without_their_fields_are_no_traceback(tmp_path
     wrong = pytest.RaisesExc(ApiError, match="does not answer as a controller")
     with pytest.RaisesGroup(wrong):
         await follow(Wrong(), RUN.id, state_directory=tmp_path, console=Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("start", "finish", "seconds"),
+    [("10:00:00", "10:00:05", 5.0), ("10:00:00", "06:53:52", 0.0), (None, "10:00:02", 3.0)],
+)
+def test_a_run_does_not_last_a_negative_time_after_the_clock_was_set_back(start, finish, seconds):
+    day = "2026-11-30T"
+    run = {
+        "create_time": f"{day}09:59:59+00:00",
+        "start_time": start and f"{day}{start}+00:00",
+        "finish_time": f"{day}{finish}+00:00",
+    }
+    assert _seconds(run) == seconds

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from services.extras.kubernetes.rlruns import (
     Change,
     RLRuns,
     WriteBudget,
+    _remaining_s,
     status_of,
 )
 from tests.helpers.rest import SPEC, open_manager
@@ -487,3 +490,14 @@ def test_the_status_is_written_twelve_times_a_minute_at_most_and_a_phase_is_not_
     for begin in written:
         assert sum(begin <= time < begin + 60 for time in written) <= 12
     assert len(written) >= 9 * 5
+
+
+@pytest.mark.parametrize(
+    ("ago_s", "remaining_s"), [(10.0, 50.0), (100.0, 0.0), (-7200.0, 60.0), (60.0, 0.0)]
+)
+def test_an_object_waits_for_no_longer_than_its_time_after_the_clock_was_set_back(
+    ago_s, remaining_s
+):
+    run = SimpleNamespace(finish_time=time.time() - ago_s)
+    body = {"spec": {"ttlSecondsAfterFinished": 60.0}}
+    assert _remaining_s(body, run) == pytest.approx(remaining_s, abs=5.0)
