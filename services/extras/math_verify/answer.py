@@ -21,6 +21,7 @@ from math_verify.grader import (
     is_assignment_relation,
     is_equation,
     is_relation,
+    take_last_relation,
     unwrap_eq,
 )
 from sympy import (
@@ -37,7 +38,16 @@ from sympy import (
     Union,
 )
 
-from services.extras.math_verify import beside, notation, quantities, question, spelling, units
+from services.extras.math_verify import (
+    beside,
+    bounds,
+    notation,
+    probes,
+    quantities,
+    question,
+    spelling,
+    units,
+)
 from services.extras.math_verify.numbers import is_rounded, relative_comparison, same_numbers
 from services.rollout.rewards.answers import answer_part, answer_text
 
@@ -47,7 +57,7 @@ _BARE_BOX = re.compile(r"\\f?boxed(?:\s+|(?=\d))(-?\d[\d.,]*(?<![.,])|\\\w+|\w)"
 _BETWEEN_BOXES = re.compile(
     r"[\s$.)\\]*(?:[,;]|(?:[,;]\s*)?(?:and|or|\\text\s*\{\s*(?:and|or)\s*\}))[\s$(\\]*(?:\w+\s*=)?\s*"
 )
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _SAID_CHOICE = re.compile(
     r"^.*\b(?:is|be|I\s+(?:choose|pick|select))\s+(?:(?:option|choice)\s+)?(?=\(?[A-J]\b)",
     re.IGNORECASE,
@@ -72,16 +82,16 @@ _VARIABLE = re.compile(r"\d\s*\$?[A-Za-z]\$?\s*$")
 _NESTED_FACTORIAL = re.compile(r"!\s*\)*\s*!")
 _CPU_TIMEOUT_S = 5.0
 """Max CPU time of one comparison, including regular expressions, parsing and algebra."""
-_MAX_EXPRESSION_CHARACTERS = 2000
-"""Max length of a final answer; a longer one is wrong."""
 _MAX_PROSE_CHARACTERS = 8000
 """Length of the end of an unmarked response that is searched for its answer."""
+_MAX_SEARCHED_CHARACTERS = 1000
+"""Length of the end of an unmarked response in which the library searches for an expression."""
 _TOO_LARGE = re.compile(
-    rf"(?<![\d.,])\d(?:,?\d){{{_MAX_EXPRESSION_CHARACTERS}}}|(?:\^[\s{{]*|\*\*\s*|\d[eE])[-+]?\d{{7}}"
+    rf"(?<![\d.,])\d(?:,?\d){{{bounds.MAX_CHARACTERS}}}|(?:\^[\s{{]*|\*\*\s*|\d[eE])[-+]?\d{{7}}"
 )
 """Numbers that libraries refuse or compute for hours: of very many digits, or with a very large exponent."""
 _LONG_NUMBER = re.compile(
-    rf"(\.\d{{100}})\d+|(?<![\d.,])(\d{{100}})(?=(?:,?\d){{{_MAX_EXPRESSION_CHARACTERS}}})(?:,?\d)+"
+    rf"(\.\d{{100}})\d+|(?<![\d.,])(\d{{100}})(?=(?:,?\d){{{bounds.MAX_CHARACTERS}}})(?:,?\d)+"
 )
 _RELATION = re.compile(r"=|\\equiv")
 _MAX_PARTS = 4
@@ -107,8 +117,10 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
     """
     text = answer_text(answer, reward="math_verify")
     with _cpu_time_limit(_CPU_TIMEOUT_S):
-        text, reply = spelling.normalized(text), spelling.normalized(answer_part(response))
-        reply = _with_short_numbers(text, question.without_reason(_tagged(reply)))
+        text = spelling.normalized(spelling.short_spaced(text))
+        reply = _final_part(text, _tagged(spelling.short_spaced(answer_part(response))))
+        reply = question.without_reason(spelling.normalized(reply))
+        reply = _with_short_numbers(text, reply)
         amount = _marked(reply) or reply
         final = _marked(reply) or _last_line(reply)
         if quantities.other_currencies(text, amount, prompt) or beside.is_amount_of_money(
@@ -122,9 +134,9 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
         text, reply = quantities.plain_amounts(text), quantities.plain_amounts(reply)
         marked = _marked(text)
         expected = _single_spaced(text if marked is None else marked)
-        if len(expected) > _MAX_EXPRESSION_CHARACTERS:
+        if len(expected) > bounds.MAX_CHARACTERS:
             raise ValueError(
-                f"math_verify supports answers of up to {_MAX_EXPRESSION_CHARACTERS} characters, got "
+                f"math_verify supports answers of up to {bounds.MAX_CHARACTERS} characters, got "
                 f"{len(expected)}; mark the final expression with \\boxed{{}} or {_MARK}"
             )
         letters = _COMMAND.sub("", quantities.scaled(expected, has_letters=False))
@@ -154,13 +166,27 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
         return float(any(_is_answered(reading, reply, answer) for reading in readings))
 
 
+def _final_part(answer: str, response: str) -> str:
+    """Returns the marked final answer of a response, or its last lines; nothing if the answer is too long."""
+    marked = _marked(response)
+    if marked is None:
+        lines = response[-_MAX_PROSE_CHARACTERS:].splitlines()
+        return "\n".join(_end_of(line, bounds.MAX_CHARACTERS) for line in lines)
+    if marked and len(marked) <= max(bounds.MAX_CHARACTERS, 2 * len(answer)):
+        return f"{_BOX}{marked}}}" if _BOX in response else f"{_MARK} {marked}"
+    return f"{_BOX}}}"
+
+
+def _end_of(text: str, length: int) -> str:
+    """Returns the end of a text, which begins with a word."""
+    return text if len(text) <= length else text[-length:].partition(" ")[2]
+
+
 def _with_short_numbers(answer: str, response: str) -> str:
     """Returns the searched part of a response with the first 100 digits of very long numbers.
 
     It is empty if the final answer has a number that is too large to compare, and none is expected.
     """
-    if _marked(response) is None:
-        response = response[-_MAX_PROSE_CHARACTERS:]
     final = _RELATION.split(_marked(response) or _last_line(response))[-1]
     if _TOO_LARGE.search(final) and not _TOO_LARGE.search(answer):
         return ""
@@ -183,7 +209,7 @@ def _is_answered(expected: str, response: str, answer: Any) -> bool:
     candidate = _marked(response)
     if candidate is not None:
         candidate = spelling.without_emphasis(_single_spaced(candidate)).removesuffix("\\")
-        return len(candidate) <= _MAX_EXPRESSION_CHARACTERS and _same(expected, candidate)
+        return _same(expected, candidate)
     lines = [line for text in response.splitlines() if (line := _single_spaced(text))]
     if len(lines) == 1 and not spelling.has_words(
         spelling.without_unit_text(
@@ -266,6 +292,9 @@ def _ends_in(expected: str, candidate: str, lines: list[str], *, is_whole: bool)
     if "%" not in expected:
         candidate = spelling.per_cent_as_share(candidate)
     candidate = candidate.replace("\\$", "")
+    candidate = _end_of(candidate, _MAX_SEARCHED_CHARACTERS)
+    if not bounds.is_readable(candidate, expected):
+        return False
     return any(_verify(gold, _parse(candidate, targets)) for targets in (_SEARCH, _SEARCH_UNITS))
 
 
@@ -313,8 +342,13 @@ def _last_line(response: str) -> str:
 
 def _tagged(response: str) -> str:
     """Returns the part in the last ``<answer>`` tags of a response; all of it if there are none."""
-    parts = _TAGGED.findall(response)
-    return str(parts[-1]) if parts else response
+    start, tagged = None, response
+    for tag in _TAG.finditer(response):
+        if not tag[1]:
+            start = tag.end() if start is None else start
+        elif start is not None:
+            start, tagged = None, response[start : tag.start()]
+    return tagged
 
 
 def _marked(text: str) -> str | None:
@@ -350,8 +384,12 @@ def _braced(text: str) -> str:
 
 
 def _same(expected: str, candidate: str) -> bool:
+    if len(candidate) > bounds.MAX_CHARACTERS:
+        return False
     if spelling.same_text(expected, candidate):
         return True
+    if not bounds.is_readable(candidate, expected):
+        return False
     expected, candidate = spelling.spelled(expected), spelling.spelled(candidate.strip(" ,;"))
     function = notation.renamed(expected, notation.rewritten(expected, candidate))
     if function is None:
@@ -544,7 +582,7 @@ def _depth(value: Any) -> int:
 
 
 def _solutions(*relations: Any, combined: Callable[..., Any] = Union) -> list[Any]:
-    if not all(map(_is_inequality, relations)):
+    if not all(map(_is_inequality, relations)) or any(map(probes.is_of_high_degree, relations)):
         return []
     try:
         return [combined(*(relation.as_set() for relation in relations))]
@@ -566,6 +604,15 @@ def _verify(gold: Iterable[Any], answer: Iterable[Any]) -> bool:
 def _equal(gold: Any, answer: Any) -> bool:
     if isinstance(gold, Tuple | Interval) or isinstance(answer, Tuple | Interval):
         gold, answer = _vector(gold), _vector(answer)
+    if not bounds.is_computable(answer) and is_equation(answer) and not is_relation(gold):
+        answer = take_last_relation(answer).rhs
+    if not (bounds.is_computable(gold) and bounds.is_computable(answer)):
+        return bool(gold == answer)
+    return not probes.differ(gold, answer) and _is_equivalent(gold, answer)
+
+
+def _is_equivalent(gold: Any, answer: Any) -> bool:
+    """Returns True if algebra confirms that two values are equal."""
     if _differ_in_kind(gold, answer):
         return False
     if _names(gold) != _names(answer):
@@ -598,6 +645,10 @@ def _differ_in_kind(gold: Any, answer: Any) -> bool:
         value is not None and value.args and all(map(is_assignment_relation, value.args))
         for value in kinds
     ) and any(isinstance(value, Interval) for value in (gold, answer)):
+        return True
+    if any(map(_is_inequality, (gold, answer))) and any(
+        isinstance(value, Expr) for value in (gold, answer)
+    ):
         return True
     has_inequality = any(map(_is_inequality, (gold, answer)))
     if has_inequality and any(isinstance(value, FiniteSet) for value in (gold, answer)):

@@ -12,6 +12,8 @@ from typing import Any, Final
 from math_verify import grader
 from sympy import Float, Integer, MatrixBase, Number, Rational, factorint, log
 
+from services.extras.math_verify.bounds import is_computable
+
 _TOLERANCE: Final = 1.01e-6
 """Relative difference of an approximation, such as 0.333333 of a third."""
 _DIGITS: Final = 60
@@ -40,6 +42,8 @@ def same_numbers(first: Any, second: Any, *_: int) -> bool:
     Expressions with variables are equal only if their difference vanishes; the library then compares them
     symbolically.
     """
+    if not (is_computable(first) and is_computable(second)):
+        return bool(first == second)
     if isinstance(first, MatrixBase) and isinstance(second, MatrixBase):
         return first.shape == second.shape and all(
             map(same_numbers, first.doit().flat(), second.doit().flat())

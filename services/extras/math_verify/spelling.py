@@ -323,13 +323,19 @@ def same_text(expected: str, answer: str) -> bool:
     return bool(times[0]) and times[0] == times[1]
 
 
+def short_spaced(text: str) -> str:
+    """Replaces white space by one line break or one space.
+
+    Regular expressions take quadratic time for long runs of it.
+    """
+    return "\n".join(filter(None, (" ".join(line.split()) for line in text.splitlines())))
+
+
 def normalized(text: str) -> str:
     """Returns a text with ASCII for compatible signs: raised digits, fractions, dashes, wide letters.
 
-    Styles that no reader sees as part of an answer, such as colors, are removed. White space is a line break
-    or one space, because regular expressions take quadratic time for long runs of it.
+    Styles that no reader sees as part of an answer, such as colors, are removed.
     """
-    text = "\n".join(filter(None, (" ".join(line.split()) for line in text.splitlines())))
     text = _COMPATIBLE.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
     text = _PYTHON_POWER.sub(r"\1^{\2}", _RAISED_TEXT.sub(_unraised, _DASH.sub("-", text)))
     text = _ROW_SPACE.sub(

@@ -127,16 +127,17 @@ def test_answers_in_the_styles_of_public_data_sets_score_1_and_wrong_ones_0(ever
     assert misjudged == []
 
 
-HARD = (r"\boxed{x^{40}+x^{31}-7x^{3}+x>1 or x^{37}+x^5+3>2}", r"\boxed{9^{9^{9^9}}}")
-
-
 def test_a_comparison_that_takes_too_long_is_a_time_out_not_a_zero(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def compare_for_ever(*_: object) -> bool:
+        while True:
+            pass
+
     monkeypatch.setattr(math_reward, "_CPU_TIMEOUT_S", 0.2)
-    for response in HARD:
-        with pytest.raises(TimeoutError):
-            math_answer("", response, r"(1,\infty)", {})
+    monkeypatch.setattr(math_reward, "_same", compare_for_ever)
+    with pytest.raises(TimeoutError):
+        math_answer("", r"\boxed{35}", "35", {})
 
 
 def test_the_time_limit_interrupts_regular_expressions() -> None:

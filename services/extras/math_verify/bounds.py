@@ -1,0 +1,175 @@
+r"""Bounds of the final answers that are compared, so that no response takes long to judge. Pure.
+
+A policy may write ``9^{9^{9^9}}``, ``99999999!`` or thousands of brackets. Such a response is a wrong answer
+where a short number is expected, and is recognized as one before anything parses or computes it: a text by
+its length and depth, an expression by the digits and terms that its value would have.
+"""
+
+import re
+from collections.abc import Iterator
+from math import inf, log2
+from typing import Any, Final
+
+from sympy import (
+    Add,
+    Basic,
+    Derivative,
+    Float,
+    Integral,
+    Limit,
+    MatrixBase,
+    Mul,
+    Number,
+    Pow,
+    Product,
+    Rational,
+    Sum,
+    binomial,
+    exp,
+    factorial,
+)
+
+MAX_CHARACTERS: Final = 2000
+"""Max length of a final answer and of a line without a mark."""
+_MIN_CHARACTERS: Final = 300
+_CHARACTERS_PER_EXPECTED: Final = 6
+_MAX_DEPTH: Final = 16
+_MAX_SIGNS: Final = 12
+"""Max number of equal signs such as ``^`` or ``!`` in a run of operators without an operand."""
+_MAX_NODES: Final = 400
+_MAX_BITS: Final = 50_000
+_MAX_TERMS: Final = 2000
+_MAX_SUMMANDS: Final = 200
+_BRACKET: Final = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|([(\[{])|([)\]}])")
+_POWERS: Final = re.compile(r"(?:\^[\s{(]*-?[\w.]+[\s})]*){4}")
+_OPERATORS: Final = re.compile(rf"(?:[!^_/*|\\+=<>~-]\s*){{{_MAX_SIGNS + 1}}}")
+_COMMANDS: Final = re.compile(
+    r"\\(?:int|iint|oint|sum|prod|lim)(?![A-Za-z])|\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|[dt]?frac|[dt]?binom)(?![A-Za-z])"
+)
+_MAX_COMMANDS: Final = 40
+_LARGE_BINOMIAL: Final = re.compile(
+    r"binom\s*\{[^{}]*(?:\d{5}|[!^])|(?<![\d.])\d{5,}\s*(?:C\s*\d|choose)|(?<![A-Za-z])C\s*\(\s*\d{5}"
+    r"|\d{5,}\}?\s*C\s*_|\\Gamma\s*\(?\s*\d{5}"
+)
+"""Number of combinations that the library would compute while it parses."""
+
+
+def max_characters(expected: str) -> int:
+    """Returns the length up to which a final answer may be the expected one."""
+    return min(MAX_CHARACTERS, _MIN_CHARACTERS + _CHARACTERS_PER_EXPECTED * len(expected))
+
+
+def is_readable(text: str, expected: str) -> bool:
+    """Returns True if a text is short and flat enough to parse as an expression.
+
+    Args:
+        expected: Expected answer, whose own depth and commands are allowed.
+    """
+    if len(text) > max_characters(expected):
+        return False
+    return (
+        _depth(text) <= max(_MAX_DEPTH, _depth(expected))
+        and len(_COMMANDS.findall(text)) <= max(_MAX_COMMANDS, len(_COMMANDS.findall(expected)))
+        and (_POWERS.search(text) is None or _POWERS.search(expected) is not None)
+        and (_OPERATORS.search(text) is None or _OPERATORS.search(expected) is not None)
+        and _LARGE_BINOMIAL.search(text) is None
+    )
+
+
+def _depth(text: str) -> int:
+    """Returns the number of brackets in each other, open or closed."""
+    depth = deepest = shallowest = 0
+    for bracket in _BRACKET.finditer(text):
+        depth += (bracket[1] is not None) - (bracket[2] is not None)
+        deepest, shallowest = max(deepest, depth), min(shallowest, depth)
+    return deepest - shallowest
+
+
+def is_computable(value: Any) -> bool:
+    """Returns True if an expression of sympy, which is not evaluated yet, has few terms and digits."""
+    if not isinstance(value, Basic | MatrixBase):
+        return True
+    items = value.flat() if isinstance(value, MatrixBase) else [value]
+    nodes = 0
+    for item in items:
+        for _ in _preorder(item):
+            nodes += 1
+            if nodes > _MAX_NODES:
+                return False
+    return all(_bits(item) <= _MAX_BITS and _terms(item) <= _MAX_TERMS for item in items)
+
+
+def _preorder(value: Any) -> Iterator[Any]:
+    stack = [value]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(getattr(node, "args", ()))
+
+
+def _size(power: Any, bits: float) -> float:
+    """Returns a bound of the size of a number: its own if it is computed, else the largest of its bits."""
+    if isinstance(power, Number) and abs(power) < _MAX_BITS:
+        return abs(float(power))
+    return 2.0**bits if bits < log2(_MAX_BITS) + 1 else inf
+
+
+def _bits(value: Any) -> float:
+    """Returns a bound of the binary digits that numbers of an expression have when they are computed."""
+    if isinstance(value, Number):
+        is_ratio = isinstance(value, Rational)
+        return (
+            float(max(value.p.bit_length(), value.q.bit_length(), 1))
+            if is_ratio
+            else _float_bits(value)
+        )
+    parts = [_bits(argument) for argument in getattr(value, "args", ())]
+    if not parts:
+        return 2.0
+    if isinstance(value, Pow):
+        return (
+            max(parts)
+            if value.exp.free_symbols
+            else max(parts[0], parts[0] * _size(value.exp, parts[1]))
+        )
+    if isinstance(value, exp | factorial | binomial):
+        size = _size(value.args[0], parts[0])
+        return size * log2(size + 2) if size < inf else inf
+    if isinstance(value, Sum | Product | Integral | Limit | Derivative) and not _is_short(value):
+        return inf
+    return sum(parts) if isinstance(value, Mul) else max(parts) + log2(len(parts))
+
+
+def _float_bits(value: Any) -> float:
+    """Returns the digits before and after the point of a decimal, as bits; one for an infinity."""
+    if not isinstance(value, Float):
+        return 1.0
+    _, mantissa, exponent, length = value._mpf_
+    return 53.0 + abs(exponent + length) if mantissa else 1.0
+
+
+def _is_short(value: Any) -> bool:
+    """Returns True for sums and products of few terms; integrals and limits are not computed."""
+    if not isinstance(value, Sum | Product):
+        return False
+    lengths = [limits[2] - limits[1] for limits in value.limits if len(limits) == 3]
+    return all(length.is_number and abs(length) <= _MAX_SUMMANDS for length in lengths)
+
+
+def _terms(value: Any) -> float:
+    """Returns a bound of the terms that an expression has after its powers and products are expanded."""
+    parts = [_terms(argument) for argument in getattr(value, "args", ())]
+    if isinstance(value, Add):
+        return sum(parts)
+    if isinstance(value, Mul):
+        product = 1.0
+        for terms in parts:
+            product *= terms
+        return product
+    if isinstance(value, Pow) and parts[0] > 1:
+        if not value.exp.is_Integer:
+            return parts[0]
+        power = abs(int(value.exp))
+        # The number of ways to choose factors, which grows with the power to the number of terms less one.
+        return float(min(parts[0] ** min(power, 40), (power + 1.0) ** min(parts[0] - 1, 40)))
+    return max(parts, default=1.0)

@@ -1,0 +1,135 @@
+"""Compares two expressions or inequalities at sample points, which takes far less time than algebra. Pure.
+
+Values that differ at one point are different, so that algebra only has to confirm what seems equal.
+"""
+
+from typing import Any, Final
+
+from math_verify.grader import is_equation, is_relation
+from sympy import And, Expr, I, Interval, Pow, Rational, Set, Union
+from sympy.core.relational import Relational
+
+_POINTS: Final = tuple(
+    tuple(Rational(number, 1000) for number in point)
+    for point in ((737, 1931, 3271, 571, 1289, 2203), (2917, 613, 1453, 1877, 859, 3461))
+)
+"""Positive values of the symbols, in alphabetical order; further symbols have sums of these."""
+_LINE: Final = tuple(
+    Rational(number, 10)
+    for number in (
+        *(
+            -9999,
+            -373,
+            -101,
+            -53,
+            -31,
+            -21,
+            -14,
+            -11,
+            -6,
+            -1,
+            1,
+            6,
+            11,
+            14,
+            21,
+            31,
+            53,
+            101,
+            373,
+            9999,
+        ),
+        *range(-120, 121, 10),
+    )
+)
+_DIGITS: Final = 15
+_TOLERANCE: Final = 1e-5
+_MAX_DEGREE: Final = 5
+
+
+def differ(gold: Any, answer: Any) -> bool:
+    """Returns True if a sample point shows that two values of sympy are different.
+
+    Symbols are positive there, as in the comparison of roots; ``i`` is the imaginary unit.
+    """
+    if isinstance(gold, Expr) and isinstance(answer, Expr):
+        return _expressions_differ(gold, answer)
+    if is_equation(gold) and is_equation(answer):
+        return gold != answer and any(map(is_of_high_degree, (gold, answer)))
+    if all(map(_is_region, (gold, answer))):
+        return _regions_differ(gold, answer)
+    return False
+
+
+def _expressions_differ(gold: Expr, answer: Expr) -> bool:
+    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    if not symbols:
+        return False
+    for point in _POINTS:
+        values = {
+            symbol: I if str(symbol) == "i" else point[index % len(point)] + index // len(point)
+            for index, symbol in enumerate(symbols)
+        }
+        first, second = (_number(value.xreplace(values)) for value in (gold, answer))
+        if first is None or second is None:
+            return False
+        if abs(first - second) > _TOLERANCE * max(abs(first), abs(second)):
+            return True
+    return False
+
+
+def _number(value: Any) -> complex | None:
+    """Returns the numeric value of an expression without symbols; None if it has none."""
+    try:
+        number = complex(value.evalf(n=_DIGITS))
+    except Exception:  # noqa: BLE001 -- sympy raises errors of any type
+        return None
+    return number if abs(number) < float("inf") else None
+
+
+def _is_region(value: Any) -> bool:
+    is_inequality = is_relation(value) and not is_equation(value)
+    return isinstance(value, Interval | Union) or (is_inequality and len(value.free_symbols) == 1)
+
+
+def _regions_differ(gold: Any, answer: Any) -> bool:
+    for point in _LINE:
+        first, second = (_contains(region, point) for region in (gold, answer))
+        if None not in (first, second) and first != second:
+            return True
+    return False
+
+
+def _contains(region: Any, point: Any) -> bool | None:
+    """Returns True if a number is in a set or solves an inequality; None if that is not clear."""
+    try:
+        if isinstance(region, Set):
+            return bool(region.contains(point))
+        if isinstance(region, And):
+            parts = [_contains(part, point) for part in region.args]
+            return None if None in parts else all(parts)
+        return _holds(region, point) if isinstance(region, Relational) else None
+    except Exception:  # noqa: BLE001 -- sympy raises errors of any type
+        return None
+
+
+def _holds(relation: Any, point: Any) -> bool | None:
+    values = dict.fromkeys(relation.free_symbols, point)
+    first, second = (_number(side.xreplace(values)) for side in (relation.lhs, relation.rhs))
+    if first is None or second is None or first.imag or second.imag:
+        return None
+    is_near = abs(first - second) <= _TOLERANCE * max(abs(first), abs(second))
+    if relation.rel_op == "!=":
+        return None if is_near and first != second else first != second
+    if is_near:
+        return None if first != second else relation.rel_op in ("<=", ">=")
+    return (first.real < second.real) == (relation.rel_op in ("<", "<="))
+
+
+def is_of_high_degree(relation: Any) -> bool:
+    """Returns True if an equation or inequality has a power of symbols that algebra may not solve in time."""
+    return any(
+        abs(float(power.exp)) > _MAX_DEGREE
+        for power in relation.atoms(Pow)
+        if power.exp.is_Integer and power.base.free_symbols
+    )
