@@ -30,6 +30,7 @@ _ASKED_NOUN = re.compile(r"\bhow many\s+((?:\w+[\s-]+){0,3}?\w+s)\b", re.IGNOREC
 _COUNTED = re.compile(r"\b\d[\d,]*\s+((?!less\b)[a-z]{3,}s)\b")
 _MONEY = re.compile(r"\b(?:dollars?|cents?|money|costs?|pays?|price)\b", re.IGNORECASE)
 _MAX_NOUN_WORDS = 2
+_PREPOSITION = r"(?:with|since|of|in|on|at|for|from|to|by|per|less|more|out|and|or)\b"
 
 
 def replies(question: str, answer: str) -> Iterator[tuple[str, str, float]]:
@@ -56,7 +57,7 @@ def replies(question: str, answer: str) -> Iterator[tuple[str, str, float]]:
         yield "dollars", f"${number}", 1.0
         yield "dollars in words", f"The answer is {number} dollars.", 1.0
         yield "boxed dollars", f"\\boxed{{\\${number}}}", 1.0
-    short = re.match(rf"(?:[a-z]+\s*){{1,{_MAX_NOUN_WORDS}}}", noun)
+    short = re.match(rf"(?:(?!{_PREPOSITION})[a-z]+\s*){{1,{_MAX_NOUN_WORDS}}}", noun)
     if noun and not re.search(r"\d", noun) and not is_amount:
         yield "number and rest of the sentence", f"{number} {noun}", 1.0
         if short and not is_amount:

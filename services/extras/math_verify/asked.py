@@ -5,9 +5,10 @@ What a question does not say, such as the noun of "How many are left?", decides 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Final
 
 from services.extras.math_verify import question, units
@@ -67,6 +68,22 @@ _FUNCTION_WORDS: Final = (
 _PROPER_NAME: Final = r"(?!Of\b)[A-Z][a-z]*(?:'s|s')?"
 _END_OF_NOUN: Final = re.compile(rf"\b(?:{_VERBS}|{_FUNCTION_WORDS}|{_PROPER_NAME})\b")
 """Word after a noun phrase."""
+_END_OF_NAMES: Final = re.compile(rf"\b(?:{_VERBS}|{_FUNCTION_WORDS})\b")
+"""Word after a noun phrase that may have names in it, such as ``Scottish unicorns``."""
+_NO_QUALIFIER: Final = re.compile(
+    rf"(?:{_VERBS}|{_FUNCTION_WORDS}|how|many|much|more|fewer|less|some|any|no|other|another|total|number|of|and|or"
+    r"|an?|the|one|two|three|four|five|six|seven|eight|nine|ten|twelve|dozen|hundred|thousand|million|half|only"
+    r"|several|few|same|whole|full|new|extra|additional|first|second|last|next)",
+    re.IGNORECASE,
+)
+_PAIR_OF_QUALIFIERS: Final = re.compile(
+    r"\b([a-z]{3,})(?:\s+ones)?(?:,\s*|\s+(?:and|or|but|plus)\s+)(?:\d+\s+|the\s+|[a-z]+\s+as\s+many\s+)?([a-z]{3,})\s+([a-z]{3,})",
+    re.IGNORECASE,
+)
+_STATE: Final = re.compile(
+    r"\b(?:is|are|was|were)\s+(?P<negation>not\s+)?(?:still\s+|now\s+|already\s+)?(?P<state>[a-z]{3,})\b",
+    re.IGNORECASE,
+)
 _NO_NOUN: Final = frozenset(
     (
         *(
@@ -96,6 +113,7 @@ _NO_NOUN: Final = frozenset(
             "or",
         ),
         *("one", "two", "three"),
+        *("them", "these", "those", "it", "us", "you"),
     )
 )
 _MONEY_NOUNS: Final = frozenset(
@@ -197,6 +215,8 @@ def _counted_phrases(text: str) -> list[list[str]]:
     phrases = []
     for match in _HOW_MANY.finditer(text):
         phrase = _END_OF_NOUN.split(match["phrase"], maxsplit=1)[0]
+        if not any(map(is_plural, _WORD.findall(phrase))):
+            phrase = _END_OF_NAMES.split(match["phrase"], maxsplit=1)[0]
         head, _, complement = phrase.partition(" of ")
         is_group = any(stem(word) in GROUPS for word in _WORD.findall(head))
         phrases.append(_WORD.findall(head if is_group else f"{head} {complement}"))
@@ -239,6 +259,53 @@ def is_plural(word: str) -> bool:
 def stems_of(text: str) -> frozenset[str]:
     """Returns the stems of all words of a text."""
     return frozenset(map(stem, _WORD.findall(text)))
+
+
+@lru_cache(maxsize=64)
+def _qualifiers(prompt: str) -> Mapping[str, frozenset[str]]:
+    """Returns the words that stand before each noun of a question: ``red`` and ``blue`` of balls."""
+    qualifiers: dict[str, set[str]] = {}
+    words = re.findall(r"[A-Za-z]+|[^\sA-Za-z]", prompt)
+    pairs = [*pairwise(words)]
+    for match in _PAIR_OF_QUALIFIERS.finditer(prompt):
+        pairs += [(match[1], match[3]), (match[2], match[3])]
+    for word, noun in pairs:
+        if (
+            len(word) > 2
+            and word.isalpha()
+            and noun.isalpha()
+            and not _NO_QUALIFIER.fullmatch(word)
+        ):
+            qualifiers.setdefault(stem(noun), set()).add(stem(word))
+    return {noun: frozenset(words) for noun, words in qualifiers.items()}
+
+
+def counts_another_part(prompt: str, text: str, expected_rest: str) -> bool:
+    """Returns True for ``24 red balls`` if a question has red and blue balls and asks for balls.
+
+    Args:
+        text: What follows the number of a final answer.
+        expected_rest: What follows the number of the expected answer, which allows its words.
+    """
+    words = [*map(stem, noun_words(text))]
+    allowed = stems_of(question.asked(prompt)) | stems_of(expected_rest)
+    for qualifier, noun in pairwise(words):
+        others = _qualifiers(prompt).get(noun, frozenset())
+        if qualifier in others - allowed and len(others) > 1:
+            return True
+    return _is_in_another_state(prompt, text, allowed)
+
+
+def _is_in_another_state(prompt: str, text: str, allowed: Set[str]) -> bool:
+    """Returns True for ``15 students are absent`` if a question asks how many students are present."""
+    asked_states = [*_STATE.finditer(question.asked(prompt))]
+    state = _STATE.search(text)
+    if not asked_states or state is None:
+        return False
+    asked_state = asked_states[-1]
+    if state["state"].casefold() == asked_state["state"].casefold():
+        return bool(state["negation"]) != bool(asked_state["negation"])
+    return stem(state["state"]) in stems_of(prompt) - allowed
 
 
 def is_other_name(prompt: str, name: str) -> bool:

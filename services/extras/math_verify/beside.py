@@ -77,11 +77,15 @@ _ASKS_FOR_BOUND: Final = re.compile(
     r"\b(?:least|most|min\w*|max\w*|fewest|bounds?|than|under|over|up\s+to)\b", re.IGNORECASE
 )
 _COUNTED: Final = re.compile(
-    r"^\W*(?!dollars?|bucks?|cents?|USD|units?|its|this|his|as|is|was|has|plus|less|across|always|days?)"
+    r"^\W*(?:(?!from|for|in|on|at|by|with|to|per|after|because|when|if|of|and|or|more|total|each|every|is|was|as)"
+    r"[a-z]{3,}\s+)?(?!dollars?|bucks?|cents?|USD|units?|its|this|his|as|is|was|has|plus|less|across|always|days?)"
     r"(?:people|men|women|children|[a-z]{2,}(?<![siu])s)\b",
     re.IGNORECASE,
 )
 """A plural of things, where a question asks for a unit or for money."""
+_PART: Final = re.compile(r"\s*(?:half|quarter|double|triple)[\s-]+[a-z]", re.IGNORECASE)
+_PART_WORD: Final = re.compile(r"\b(?:half|halves|quarters?|doubles?|triples?)\b", re.IGNORECASE)
+_SCIENTIFIC: Final = re.compile(r"(\d)[eE]([+-]?\d+)(?![\w.])")
 _UNTIL: Final = re.compile(r"\b(?:in|within|every|after)\s*$", re.IGNORECASE)
 _ASKS_WHEN: Final = re.compile(
     r"\b(?:when|how\s+(?:long|many|soon|much)|what\s+year)\b", re.IGNORECASE
@@ -190,9 +194,10 @@ def _is_other(number: _Number, prompt: str) -> bool:
     sentence = question.asked(prompt)
     if _ORDINAL.match(number.rest):
         return not (_ORDINAL.match(number.expected_rest) or _ASKS_FOR_ORDINAL.search(sentence))
-    if _BOUND.search(number.before) and not _ASKS_FOR_BOUND.search(sentence):
-        return True
     rest = _END.split(number.rest, maxsplit=1)[0]
+    is_bound = _BOUND.search(number.before) and not _ASKS_FOR_BOUND.search(sentence)
+    if is_bound or _is_of_another_part(rest, number.expected_rest, prompt):
+        return True
     asked_thing = asked.asked_by(prompt)
     unit, words = _unit(rest)
     if unit is not None and asked_thing.is_count and _unit(number.expected_rest)[0] is None:
@@ -211,6 +216,16 @@ def _is_other(number: _Number, prompt: str) -> bool:
     if is_until or _has_other_word(words, sentence, number.expected_rest):
         return True
     return unit is None and _is_other_noun(words, asked_thing, prompt, number)
+
+
+def _is_of_another_part(rest: str, expected_rest: str, prompt: str) -> bool:
+    """Returns True for ``24 red balls`` and ``3 half bolts`` where balls and whole bolts are asked for."""
+    if not _has_question(prompt):
+        return False
+    is_part = _PART.match(rest) and not _PART_WORD.search(
+        f"{question.asked(prompt)} {expected_rest}"
+    )
+    return bool(is_part) or asked.counts_another_part(prompt, rest, expected_rest)
 
 
 def _is_other_noun(words: str, asked_thing: Asked, prompt: str, number: _Number) -> bool:
@@ -254,6 +269,7 @@ def _plain(text: str) -> str:
     previous = None
     while previous != text:
         previous, text = text, _FONT.sub(r" \1 ", _FORMULA.sub(r" \1 ", text))
+    text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
     text = re.sub(r"\s+\^", "^", _CURRENCY.sub(_MONEY, text))
     return _LAYOUT.sub(" ", _DEGREE.sub("°", text).replace("{,}", ","))
 

@@ -45,7 +45,8 @@ _SCALE_WORD: Final = re.compile(
     re.IGNORECASE,
 )
 _PLAIN: Final = re.compile(
-    r"\s*-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*\\(?:times|cdot)\s*10\s*\^\s*\{?-?\d+\}?)?\s*"
+    r"\s*-?(?:(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*\\(?:times|cdot)\s*10\s*\^\s*\{?-?\d+\}?)?"
+    r"|\d*\s*\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|(?:\d+\s+)?\d+\s*/\s*\d+)\s*"
 )
 _VALUE_OF: Final = r"\b(?:of|is|find|for|compute|evaluate|calculate|determine|what['\u2019]s)"
 _IN_CENTS: Final = re.compile(r"\b(?:in|how\s+many|of)\s+cents\b", re.IGNORECASE)
@@ -55,6 +56,12 @@ _ASKS_FOR_MONEY: Final = re.compile(
     r"|\bwhat\s+(?:is|was|will\s+be)\s+(?:the|its|his|her|their)\s+(?:\w+\s+){0,2}(?:cost|price|profit)\b",
     re.IGNORECASE,
 )
+_MAKES: Final = re.compile(
+    r"\bhow\s+much\s+(?:more\s+|extra\s+)?(?:do|does|did|will|would|can|could|has|have)\s[^.?!,]*"
+    r"\b(?:makes?|made|raised?|receives?|collect(?:ed)?|lose|lost|save[ds]?)\b(?!\s+[a-z]+\s+of\b)",
+    re.IGNORECASE,
+)
+_SPEED: Final = re.compile(r"\b(?:speed|rate|velocity|fast|density)\b", re.IGNORECASE)
 _COUNTS_THINGS: Final = re.compile(r"\bhow\s+many\s+(?!(?:more\s+)?dollars)", re.IGNORECASE)
 _CENTS: Final = re.compile(r"\bcents?\b|¢", re.IGNORECASE)
 _DOLLARS: Final = re.compile(
@@ -124,7 +131,8 @@ def asked_unit(question: str) -> units.Unit | None:
 def asked_unit_of_rate(question: str) -> units.Unit | None:
     """Returns ``miles`` for "How many miles per day?", which an answer may shorten; else None."""
     unit = _asked(question)
-    amount, period = unit[0].split(" per ", 1) if unit and " per " in unit[0] else ("", "")
+    is_rate = unit is not None and " per " in unit[0] and not _SPEED.search(question)
+    amount, period = unit[0].split(" per ", 1) if unit and is_rate else ("", "")
     return units.unit_of(amount) if period else None
 
 
@@ -134,7 +142,7 @@ def _asked(question: str) -> tuple[str, units.Unit] | None:
     for match in _ASKED_UNIT.finditer(text):
         words = _VERB.split(text[match.end() :], maxsplit=1)[0].split()[:4]
         for end in range(len(words), 0, -1):
-            name = " ".join(words[:end]).rstrip(".?,!;:")
+            name = " ".join(words[:end]).rstrip(".?,!;:)")
             unit = units.unit_of(name)
             if unit is not None and not _is_no_unit(name, text[: match.end()]):
                 requested = name, unit
@@ -179,7 +187,8 @@ def asks_for_scale(question: str) -> bool:
 def asks_for_money(question: str) -> bool:
     """Returns True if a question asks for an amount of money, and not how many things it buys."""
     text = asked(question)
-    return bool(_ASKS_FOR_MONEY.search(text)) and not _COUNTS_THINGS.search(text)
+    is_asked = _ASKS_FOR_MONEY.search(text) or (_MAKES.search(text) and _DOLLARS.search(question))
+    return bool(is_asked) and not _COUNTS_THINGS.search(text)
 
 
 def asks_for_amount(question: str) -> bool:
@@ -284,6 +293,55 @@ _ASKED_BOUND: Final = re.compile(
 )
 
 
+_OUT_OF: Final = re.compile(
+    r"(?P<before>\d[^\n=]*?)\s*,?\s+out\s+of\s+(?:the\s+|a\s+(?:total\s+of\s+)?|all\s+)?(?:total\s+)?\d[\d,]*(?![\d.%/])"
+    r"|(?P<part>(?<![\d.,/%])\d[\d,]*)(?:\s+of)\s+(?:the|all)\s+\d[\d,]*(?=\s+[a-z])(?![^\n]*=)",
+    re.IGNORECASE,
+)
+
+
+def without_whole(response: str) -> str:
+    """Removes the whole of which the last number is a part: ``out of 20`` in ``15 students out of 20``."""
+    before, line_break, line = response.rstrip().rpartition("\n")
+    return (
+        f"{before}{line_break}{_OUT_OF.sub(lambda match: match['before'] or match['part'], line)}"
+    )
+
+
+_RESTATES: Final = re.compile(
+    r"\b(?:compute|evaluate|simplify|calculate|expand|factor(?:ise|ize)?|solve|rationali[sz]e|what\s+is|work\s+out|find"
+    r"|convert|reduce)\s+(?:the\s+)?(?:(?:value|sum|product|following|expression|fraction|integral|limit|equation"
+    r"|inequality|of|quantity|completely|exactly)\s+)*(?::\s*)?",
+    re.IGNORECASE,
+)
+_OPERATION: Final = re.compile(r"[+*/^!|<>]|(?<=\w)\s*-|\\[A-Za-z]+|\)\s*\(")
+_NO_SIGN: Final = re.compile(
+    r"\\(?:left|right|displaystyle|cdot|times)(?![A-Za-z])|[\s$*{}.?]|\\[,;:! ()\[\]]|dfrac"
+)
+
+
+def is_restated(question: str, answer: str) -> bool:
+    """Returns True if an answer is the expression that a question asks to compute or to rewrite."""
+    text = _compact_formula(answer)
+    if len(text) < _MIN_FORMULA or not _OPERATION.search(answer):
+        return False
+    return any(
+        _starts_with(_compact_formula(question[match.end() :]), text)
+        for match in _RESTATES.finditer(question)
+    )
+
+
+def _starts_with(text: str, formula: str) -> bool:
+    """Returns True if a formula begins a text and does not go on there."""
+    return text.startswith(formula) and not re.match(
+        r"[\d+\-*/^=<>_!(]|\\[a-z]", text[len(formula) :]
+    )
+
+
+def _compact_formula(text: str) -> str:
+    return _NO_SIGN.sub("", text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
+
+
 def without_echo(question: str, response: str) -> str:
     """Removes words of the question from a last line: ``in 5 days`` at its end, ``after`` before a number."""
     line = response.rstrip().rpartition("\n")[2]
@@ -310,11 +368,12 @@ _ANSWERED: Final = re.compile(
 """One line that answers a yes-or-no question and says more, which does not take it back."""
 _REASON: Final = re.compile(
     r"(?:,\s*|\s+)?\((?:since|because|as|for)\s[^()]*\)"
-    r"|(?P<before>^[^\n]*?)(?:[,.:]\s*|\s+)(?:because|since)\b"
+    r"|(?P<before>^[^\n]*?)(?:[,.:][^\S\n]*|[^\S\n]+)(?:because|since)\b(?<!\.\sSince)"
     r"(?![^\n]*(?:\\boxed|####|answer|\b(?:so|thus|hence|therefore)\b))[^\n]*",
     re.IGNORECASE | re.MULTILINE,
 )
 _MAX_WORDS_BEFORE: Final = 4
+_MIN_FORMULA: Final = 3
 
 
 def without_reason(response: str) -> str:

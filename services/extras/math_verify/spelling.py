@@ -26,6 +26,10 @@ _INVISIBLE = re.compile(
     r"\\[hv]?phantom\s*\{[^{}]*\}|\\(?:text)?color\s*\{[^{}]*\}"
     r"|\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![A-Za-z])\s*"
 )
+_TEXT_ANSWER = re.compile(
+    r"\\text\w*\s*\{\s*(?:final\s+)?answer\s*(?:is\s*)?[:=]?\s*\}\s*[:=]?", re.IGNORECASE
+)
+_BARE_FRACTION = re.compile(r"(\\[dt]?frac)\s+(\\(?:pi|theta|alpha|beta)|\w)\s*(\w)(?!\w)")
 _UNDERLINED = re.compile(r"\\underline\s*(?=\{)")
 _SPACED_DIGITS = re.compile(r"(?<=\d)(?:\s|~|\\[,;:! ]|\\q?quad\b)+(?=\d)")
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\s|~|\\[,;:! ])\d{3})+(?![\d/])")
@@ -139,6 +143,9 @@ _ELLIPSIS = re.compile(r"(\d*\.\d*?)(\d+?)\2+(?:\\[lc]?dots|\.\.\.|…)")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,:;! ])\s*(?=\d{3}(?!\d))")
 _GROUPED = re.compile(r"[\s$]*-?\d{1,3}(?:,\d{3})+(?:\.\d+)?[\s$]*")
+_THOUSANDS_IN_CHAIN = re.compile(
+    r"(?<![\d,.(\[{])\d{1,3}(?:,\d{3})+(?![\d,]\d)(?=\s*[-+*/=.\d\\$]|\s*$)"
+)
 _POWER_OF_TEN = re.compile(r"(\d)[eE]([+-]?\d+)")
 _LETTER_TIMES = re.compile(r"(\d)\s*x\s*10\s*\^")
 _FUNCTION = re.compile(r"(?<![\\A-Za-z{])(ln|log|sin|cos|tan)(?=[\s(]*[\dA-Za-z\\])(?![A-Za-z]{2})")
@@ -279,6 +286,12 @@ _LETTER_AND_VALUE = re.compile(
     r"\s*\(?([A-J])(?:\)|[.:](?!\d)|,(?=\s+(?:the|because|since|which|as)\b))"
     r"(?:[\s~]|\\[,;:! ]|\\q?quad)*(?![\s,;]|and\b|or\b)(\S.*)"
 )
+_DENIED = re.compile(
+    r"(?:(?:is|are|was|seems|looks|must\s+be|can)\s*)?(?:not\b|n['\u2019]t\b|\bincorrect|\bwrong|\bfalse|\binvalid|\bruled\s+out"
+    r"|\beliminated|\bimpossible|\bexcluded)",
+    re.IGNORECASE,
+)
+"""Beginning of what a sentence says about a choice that is no answer."""
 _OTHER_LETTER = re.compile(r"(?<![A-Za-z\\'])[B-HJ](?![A-Za-z'])")
 _OPTION = re.compile(
     r"^\s*(?:option|choice)\s+(?=\(?[A-J]\b)|(?<=[A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right)(?:\s+(?:answer|option|choice))?[\s.]*$",
@@ -291,10 +304,14 @@ _MAGNITUDE = re.compile(
 _PER_CENT = re.compile(r"(?<![\w.,])(\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)((?:\s|[$}])*)\\?%")
 _SHARE_BEFORE_PER_CENT = re.compile(r"^[^\n=%A-Za-z]*=\s*(?=[\d.]+\s*\\?%[\s.$]*$)", re.MULTILINE)
 _WHOLE_PER_CENT = re.compile(r"\s*\$?([^%$]+?)(?:\s|\$)*\\?%[\s.$]*")
+_TRUE = (
+    r"(?:right|correct|true|valid|possible|so|sure|certain|(?:determin|answer|solv|comput|calculat)ed|found|known"
+    r"|it|that|\W*-?[\d.,]+)"
+)
 _REFUSAL = re.compile(
     r"\bI\s*(?:(?:can\s*not|do\s+not|am\s+(?:not|unable|sorry)|will\s+not)\b|['\u2019]m\s+(?:not|unable|sorry)\b"
     r"|\s(?:ca|do|wo)n['\u2019]t\b)[^.;:\n]*[\s.!]*$"
-    r"|\b(?:as|being)\s+an\s+AI\b|(?:\b(?:can)?not|n['\u2019]t|\bnever)\s+be\s+\S+[\s.!]*$"
+    rf"|\b(?:as|being)\s+an\s+AI\b|(?:\b(?:can)?not|n['\u2019]t|\bnever)\s+be\s+{_TRUE}[\s.!]*$"
     r"|\b(?:can\s*not|can['\u2019]t|impossible\s+to)\s+(?:be\s+)?(?:answer|determin|solv|help)",
     re.IGNORECASE,
 )
@@ -341,6 +358,7 @@ def normalized(text: str) -> str:
     text = _ROW_SPACE.sub(
         r"\\\\", _BRACES_MATRIX.sub("pmatrix", _NEGATIVE_POWER.sub(r"^{\1}", text))
     )
+    text = _BARE_FRACTION.sub(r"\1{\2}{\3}", _TEXT_ANSWER.sub("", text))
     text = "".join(map(_unfractioned, text))
     text = _OTHER_DIGITS.sub(lambda sign: str(unicodedata.digit(sign[0])), text)
     text = _REPEATING_IN_BRACKETS.sub(r"\1\\overline{\2}", _PLAIN_ROOT.sub(r"\\sqrt{\1}", text))
@@ -601,7 +619,12 @@ def choice(answer: str) -> tuple[str, str]:
     if letter := _ONE_CHOICE.fullmatch(plain):
         return letter[1], ""
     match = _LETTER_AND_VALUE.fullmatch(plain)
-    several = match is None or _LETTER_AND_VALUE.search(match[2]) or _OTHER_LETTER.search(match[2])
+    several = (
+        match is None
+        or _DENIED.match(match[2])
+        or _LETTER_AND_VALUE.search(match[2])
+        or _OTHER_LETTER.search(match[2])
+    )
     return ("", "") if match is None or several else (match[1], match[2])
 
 
@@ -675,7 +698,12 @@ def numbers_of_chain(answer: str) -> list[tuple[str, str]]:
         Each part after the sign before it, which is empty for ``=`` and the first part; the entire answer
         if it is no such chain.
     """
-    pieces = _EQUALITY.split(_DELIMITER.sub(" ", answer))
+    text = (
+        _THOUSANDS_IN_CHAIN.sub(lambda number: number[0].replace(",", ""), answer)
+        if "=" in answer
+        else answer
+    )
+    pieces = _EQUALITY.split(_DELIMITER.sub(" ", text))
     if len(pieces) > 3 and re.search("[A-Za-z]", _NUMERIC_COMMAND.sub("", pieces[0])):
         pieces = pieces[2:]
     numbers = pieces[::2]

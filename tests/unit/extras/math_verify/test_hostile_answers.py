@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.hostile_answers import ANSWERS, FORMS, QUESTIONS, SIGNS, responses
 from services.extras.math_verify import answer as math_reward
 from services.extras.math_verify.answer import math_answer
+from tests.helpers.hostile_answers import ANSWERS, FORMS, QUESTIONS, SIGNS, responses
 
 QUESTION = "How many pages does Tom read if he reads 5 pages per day for 7 days?"
 
