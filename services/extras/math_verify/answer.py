@@ -152,7 +152,7 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
             reply = quantities.unscaled(unscaled)
         if _marked(reply) is None:
             reply = question.without_echo(prompt, reply)
-        reply = question.without_comparisons(prompt, _without_whole(expected, reply))
+        reply = question.without_comparisons(prompt, _without_whole(prompt, expected, reply))
         if question.asks_for_per_cent(prompt) and spelling.is_plain_above_1(expected):
             reply = spelling.without_per_cent(reply)
         if _is_other_value(prompt, expected, _marked(reply) or reply):
@@ -193,13 +193,14 @@ def _with_short_numbers(answer: str, response: str) -> str:
     return response if _LONG_NUMBER.search(answer) else _LONG_NUMBER.sub(r"\1\2", response)
 
 
-def _without_whole(expected: str, reply: str) -> str:
-    return reply if spelling.plain_number(expected) is None else question.without_whole(reply)
+def _without_whole(prompt: str, expected: str, reply: str) -> str:
+    is_count = spelling.plain_number(expected) is not None
+    return question.without_whole(prompt, reply) if is_count else reply
 
 
 def _is_other_value(prompt: str, expected: str, reply: str) -> bool:
     """Returns True for ``2x = 3`` unless the question asks for ``2x``, and for its uncomputed ``2 + 1``."""
-    if question.is_restated(prompt, reply) and not spelling.same_text(expected, reply):
+    if question.is_restated(prompt, expected, reply) and not spelling.same_text(expected, reply):
         return True
     has_unit = units.split(reply.rpartition("=")[2].strip())[1] is not None
     if has_unit or not _NUMBER_OF_NAME.fullmatch(expected):
@@ -299,7 +300,7 @@ def _ends_in(expected: str, candidate: str, lines: list[str], *, is_whole: bool)
         candidate = spelling.per_cent_as_share(candidate)
     candidate = candidate.replace("\\$", "")
     candidate = _end_of(candidate, _MAX_SEARCHED_CHARACTERS)
-    if not bounds.is_readable(candidate, expected):
+    if not bounds.is_flat(candidate, expected):
         return False
     return any(_verify(gold, _parse(candidate, targets)) for targets in (_SEARCH, _SEARCH_UNITS))
 

@@ -65,8 +65,11 @@ def is_readable(text: str, expected: str) -> bool:
     Args:
         expected: Expected answer, whose own depth and commands are allowed.
     """
-    if len(text) > max_characters(expected):
-        return False
+    return len(text) <= max_characters(expected) and is_flat(text, expected)
+
+
+def is_flat(text: str, expected: str) -> bool:
+    """Returns True if no expression in a text is deep or has many commands, operators or powers of powers."""
     return (
         _depth(text) <= max(_MAX_DEPTH, _depth(expected))
         and len(_COMMANDS.findall(text)) <= max(_MAX_COMMANDS, len(_COMMANDS.findall(expected)))

@@ -300,14 +300,17 @@ _OUT_OF: Final = re.compile(
 )
 
 
-def without_whole(response: str) -> str:
-    """Removes the whole of which the last number is a part: ``out of 20`` in ``15 students out of 20``."""
+def without_whole(question: str, response: str) -> str:
+    """Removes the whole of which the last number is a part if a question asks how many: ``out of 20``."""
+    if not _ASKS_HOW_MANY.search(question):
+        return response
     before, line_break, line = response.rstrip().rpartition("\n")
     return (
         f"{before}{line_break}{_OUT_OF.sub(lambda match: match['before'] or match['part'], line)}"
     )
 
 
+_ASKS_HOW_MANY: Final = re.compile(r"\b(?:how\s+(?:many|much)|number\s+of)\b", re.IGNORECASE)
 _RESTATES: Final = re.compile(
     r"\b(?:compute|evaluate|simplify|calculate|expand|factor(?:ise|ize)?|solve|rationali[sz]e|what\s+is|work\s+out|find"
     r"|convert|reduce)\s+(?:the\s+)?(?:(?:value|sum|product|following|expression|fraction|integral|limit|equation"
@@ -315,15 +318,22 @@ _RESTATES: Final = re.compile(
     re.IGNORECASE,
 )
 _OPERATION: Final = re.compile(r"[+*/^!|<>]|(?<=\w)\s*-|\\[A-Za-z]+|\)\s*\(")
+_SIMPLE_FRACTION: Final = re.compile(
+    r"\\[dt]?frac\s*(?:\{\s*(\w+)\s*\}\s*\{\s*(\w+)\s*\}|(\d)\s*(\d))"
+)
 _NO_SIGN: Final = re.compile(
     r"\\(?:left|right|displaystyle|cdot|times)(?![A-Za-z])|[\s$*{}.?]|\\[,;:! ()\[\]]|dfrac"
 )
 
 
-def is_restated(question: str, answer: str) -> bool:
+def is_restated(question: str, expected: str, answer: str) -> bool:
     """Returns True if an answer is the expression that a question asks to compute or to rewrite."""
     text = _compact_formula(answer)
-    if len(text) < _MIN_FORMULA or not _OPERATION.search(answer):
+    if (
+        len(text) < _MIN_FORMULA
+        or not _OPERATION.search(answer)
+        or text == _compact_formula(expected)
+    ):
         return False
     return any(
         _starts_with(_compact_formula(question[match.end() :]), text)
@@ -339,7 +349,7 @@ def _starts_with(text: str, formula: str) -> bool:
 
 
 def _compact_formula(text: str) -> str:
-    return _NO_SIGN.sub("", text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
+    return _NO_SIGN.sub("", _SIMPLE_FRACTION.sub(r"\1\3/\2\4", text))
 
 
 def without_echo(question: str, response: str) -> str:

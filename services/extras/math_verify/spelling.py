@@ -306,7 +306,7 @@ _SHARE_BEFORE_PER_CENT = re.compile(r"^[^\n=%A-Za-z]*=\s*(?=[\d.]+\s*\\?%[\s.$]*
 _WHOLE_PER_CENT = re.compile(r"\s*\$?([^%$]+?)(?:\s|\$)*\\?%[\s.$]*")
 _TRUE = (
     r"(?:right|correct|true|valid|possible|so|sure|certain|(?:determin|answer|solv|comput|calculat)ed|found|known"
-    r"|it|that|\W*-?[\d.,]+)"
+    r"|it|that|\(?[A-J]\)?|\W*-?[\d.,]+)"
 )
 _REFUSAL = re.compile(
     r"\bI\s*(?:(?:can\s*not|do\s+not|am\s+(?:not|unable|sorry)|will\s+not)\b|['\u2019]m\s+(?:not|unable|sorry)\b"
