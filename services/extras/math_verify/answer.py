@@ -39,6 +39,7 @@ from sympy import (
 )
 
 from services.extras.math_verify import (
+    asked,
     beside,
     bounds,
     notation,
@@ -161,7 +162,7 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
         # The question may ask for the number of millions, so the answer may omit the word.
         scaled = quantities.scaled(expected, has_letters=has_letters)
         ratio = question.as_ratio(prompt, expected)
-        quantity = question.with_asked_unit(prompt, expected)
+        quantity = asked.as_quantity(prompt, expected)
         readings = dict.fromkeys((scaled, quantities.unscaled(expected), ratio or scaled, quantity))
         return float(any(_is_answered(reading, reply, answer) for reading in readings))
 

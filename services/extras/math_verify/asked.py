@@ -58,7 +58,7 @@ _HOW_MANY: Final = re.compile(
 )
 _VERBS: Final = (
     r"do|does|did|is|are|was|were|will|would|can|could|should|shall|has|have|had|must|may|might|be|been|being"
-    r"|left|remain\w*|need\w*|makes?"
+    r"|left|remain\w*|need\w*|makes?|[a-z]+n['\u2019]t"
 )
 _FUNCTION_WORDS: Final = (
     r"if|in|on|at|for|from|with|without|by|to|into|onto|per|after|before|during|over|under|between|among|across"
@@ -137,7 +137,7 @@ _KINDS: Final = (
 )
 _EXTENT: Final = re.compile(
     r"\b(?:what\s+(?:is|was|will\s+be|are)|find|calculate|compute|determine)\s+(?:the\s+)?(?:\w+\s+){0,2}?"
-    r"(?P<noun>area|volume|perimeter|circumference|diameter|radius|distance)\b",
+    r"(?P<noun>area|volume|perimeter|circumference|diameter|radius|distance|length|width|height|depth)\b",
     re.IGNORECASE,
 )
 _EXTENTS: Final[Mapping[str, int]] = {"area": 2, "volume": 3}
@@ -259,6 +259,14 @@ def is_plural(word: str) -> bool:
 def stems_of(text: str) -> frozenset[str]:
     """Returns the stems of all words of a text."""
     return frozenset(map(stem, _WORD.findall(text)))
+
+
+def as_quantity(prompt: str, answer: str) -> str:
+    """Returns an answer with the unit that a question asks for, or the only one that it has of that kind."""
+    quantity = question.with_asked_unit(prompt, answer)
+    if quantity != answer or question.asks_for_per_cent(prompt):
+        return quantity
+    return question.with_only_unit(prompt, answer, asked_by(prompt).dimensions)
 
 
 @lru_cache(maxsize=64)

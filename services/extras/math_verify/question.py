@@ -136,11 +136,23 @@ def asked_unit_of_rate(question: str) -> units.Unit | None:
     return units.unit_of(amount) if period else None
 
 
+def with_only_unit(question: str, answer: str, dimensions: Set[tuple[tuple[str, int], ...]]) -> str:
+    """Returns ``20 cm`` for the answer 20 to "How long?" if the question has no other unit of length."""
+    names = {
+        unit: word
+        for word in _unit_words(question)
+        if (unit := units.unit_of(word)) is not None and unit.dimension in dimensions
+    }
+    is_clear = len(names) == 1 and _PLAIN.fullmatch(answer)
+    return f"{answer} {next(iter(names.values()))}" if is_clear else answer
+
+
 def _asked(question: str) -> tuple[str, units.Unit] | None:
     text = _FONT.sub(r" \1 ", asked(question)).replace("$", " ")
     requested = None
     for match in _ASKED_UNIT.finditer(text):
         words = _VERB.split(text[match.end() :], maxsplit=1)[0].split()[:4]
+        words = words[: words.index("in", 1)] if "in" in words[1:] else words
         for end in range(len(words), 0, -1):
             name = " ".join(words[:end]).rstrip(".?,!;:)")
             unit = units.unit_of(name)
@@ -244,11 +256,16 @@ def mentions(question: str, unit: units.Unit) -> bool:
 
 def _units_of(question: str) -> set[units.Unit]:
     """Returns the units that a question has: symbols after numbers, and words."""
+    return {unit for word in _unit_words(question) if (unit := units.unit_of(word)) is not None}
+
+
+def _unit_words(question: str) -> set[str]:
+    """Returns words that may be units: letters after numbers, and longer words."""
     words = set[str]()
     for match in _UNIT_WORD.finditer(_FONT.sub(r" \1 ", question)):
         if match[1] or len(match[2]) > 2:
             words |= {match[2], *match[2].split("/")}
-    return {unit for word in words if word and (unit := units.unit_of(word)) is not None}
+    return words - {""}
 
 
 def as_ratio(question: str, answer: str) -> str | None:
