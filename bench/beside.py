@@ -206,11 +206,11 @@ class _Process:
             raise _PartFailedError(f"{self._name}: {content['failed']}")
         return content
 
-    def ask(self, what: str, **values: Any) -> dict[str, Any]:
+    def ask(self, question: str, **values: Any) -> dict[str, Any]:
         """Sends a request; returns its answer."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps({"what": what, **values}) + "\n")
+            self._process.stdin.write(json.dumps({"what": question, **values}) + "\n")
             self._process.stdin.flush()
         return self.answer()
 

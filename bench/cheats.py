@@ -60,9 +60,9 @@ def main() -> int:
 
     def judge(pair: tuple[str, str], seconds: float = _SECONDS) -> tuple[float | str, bool]:
         answer, program, row = cases.FORMS[pair[1]]
-        begun = time.perf_counter()
+        start = time.perf_counter()
         score = _score(cases.adapted(cases.CHEATS[pair[0]], program), answer, row, seconds)
-        return score, time.perf_counter() - begun >= seconds
+        return score, time.perf_counter() - start >= seconds
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         judged = dict(zip(pairs, pool.map(judge, pairs), strict=True))
@@ -72,7 +72,9 @@ def main() -> int:
         rights = pool.map(
             lambda form: _score(form[1], form[0], form[2], _SECONDS), cases.FORMS.values()
         )
-        lost = [name for name, score in zip(cases.FORMS, rights, strict=True) if score != 1.0]
+        lost_programs = [
+            name for name, score in zip(cases.FORMS, rights, strict=True) if score != 1.0
+        ]
     scores = {pair: score for pair, (score, _) in judged.items()}
     timed_out = [list(pair) for pair, (score, is_slow) in judged.items() if is_slow and not score]
     credited = [
@@ -87,10 +89,10 @@ def main() -> int:
         "errors": failed,
         "tried_again_with_more_time": len(slow),
         "timed_out_again": timed_out,
-        "right_programs_lost": lost,
+        "right_programs_lost": lost_programs,
         "wall_s": round(time.perf_counter() - started, 1),
         "host": f"{os.cpu_count()} CPU cores, shared with other work",
-        "met": not credited and not failed and not lost,
+        "met": not credited and not failed and not lost_programs,
     }
     report_to(None if every > 1 else RESULTS, result)
     return 0 if result["met"] else 1

@@ -76,11 +76,11 @@ def _joined_and_left(folder: Path, settings: list[str], *, spec: Path) -> dict[s
     url = f"http://127.0.0.1:{port}"
     with running(folder, settings, spec=spec, port=port) as process:
 
-        def until(done: Callable[[], bool], what: str, *, timeout_s: float) -> None:
+        def until(done: Callable[[], bool], event: str, *, timeout_s: float) -> None:
             deadline = time.monotonic() + timeout_s
             while not done():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"no {what} in time:\n{output_of(folder)}")
+                    raise SystemExit(f"no {event} in time:\n{output_of(folder)}")
                 time.sleep(_LOOK_S)
 
         def trained(more: int) -> None:
@@ -100,12 +100,12 @@ def _joined_and_left(folder: Path, settings: list[str], *, spec: Path) -> dict[s
             until(lambda: _told(run, "Resized") == 2, "smaller run", timeout_s=_JOIN_S)
             end = time.time()
             trained(_STEPS)
-            lost = _told(run, "WorkerLost")
+            lost_workers = _told(run, "WorkerLost")
         return {
             **watch.moments.facts(since=began),
             "leaving_s": round(end - leaves, 2),
             "between_steps": _gaps(folder, watch.moments, began=began, leaves=leaves),
-            "workers_lost": lost,
+            "workers_lost": lost_workers,
         }
 
 
@@ -167,14 +167,14 @@ def _gaps(folder: Path, moments: _Moments, *, began: float, leaves: float) -> Ma
     waits = {end: step["trainer_wait_s"] for end, step in zip(ends, steps, strict=True)}
     gaps = list(pairwise(ends))
 
-    def longest(since: float, until: float, what: str) -> dict[str, float]:
+    def longest(since: float, until: float, phase: str) -> dict[str, float]:
         candidates = [
             (end - start, waits[end]) for start, end in gaps if end > since and start < until
         ]
         seconds, wait_s = max(candidates)
         return {
-            f"longest_while_{what}_s": round(seconds, 3),
-            f"of_it_for_samples_while_{what}_s": round(wait_s, 3),
+            f"longest_while_{phase}_s": round(seconds, 3),
+            f"of_it_for_samples_while_{phase}_s": round(wait_s, 3),
         }
 
     # The first steps compile.

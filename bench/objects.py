@@ -483,8 +483,8 @@ def set_fault(server: subprocess.Popen[str], fault: str) -> None:
 
 
 def stored_steps(url: str) -> list[int]:
-    stored = stored_checkpoints(ObjectFolder(url).list()).values()
-    return [checkpoint.step for checkpoint in stored if checkpoint.is_published]
+    checkpoints = stored_checkpoints(ObjectFolder(url).list()).values()
+    return [checkpoint.step for checkpoint in checkpoints if checkpoint.is_published]
 
 
 def wait_until_stored(command: Command, url: str) -> None:
@@ -553,7 +553,7 @@ class VerifiedObjects:
 
     def read_samples(self, url: str) -> None:
         store = ObjectFolder(url)
-        for name in {stored.name for stored in store.list()} - self._samples:
+        for name in {entry.name for entry in store.list()} - self._samples:
             try:
                 for line in gzip.decompress(store.read(name)).splitlines():
                     json.loads(line)
@@ -571,7 +571,7 @@ class VerifiedObjects:
         except DataLossError:
             self._torn.add(f"{url}/record")
             return
-        for name in {stored.name for stored in objects} - self._record_files:
+        for name in {entry.name for entry in objects} - self._record_files:
             with suppress(NotFoundError):  # the run deletes what it has overwritten
                 digest = xxhash.xxh3_128_hexdigest(store.read(name))
                 whole = name.endswith(f"-{digest}")

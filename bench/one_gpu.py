@@ -213,20 +213,20 @@ def _mps() -> Iterator[None]:
 
 
 def _shape(arguments: argparse.Namespace) -> Shape:
-    chosen = _SHAPE
+    shape = _SHAPE
     if arguments.lora is not None:
-        chosen = QWEN_14B if arguments.base else QWEN_7B
+        shape = QWEN_14B if arguments.base else QWEN_7B
     elif arguments.hybrid or arguments.dense:
-        chosen = HYBRID if arguments.hybrid else DENSE
+        shape = HYBRID if arguments.hybrid else DENSE
     elif arguments.duel:
-        chosen = DUEL
+        shape = DUEL
     elif arguments.tail:
-        chosen = TAIL
+        shape = TAIL
     elif arguments.whole_8b:
-        chosen = QWEN3_8B
+        shape = QWEN3_8B
     elif arguments.mixture_16b:
-        chosen = _mixture(arguments.layers or QWEN3_MOE_16B.layers)
-    return smoke(chosen) if arguments.smoke else chosen
+        shape = _mixture(arguments.layers or QWEN3_MOE_16B.layers)
+    return smoke(shape) if arguments.smoke else shape
 
 
 def _mixture(layers: int) -> Shape:

@@ -127,16 +127,16 @@ def _digest_seconds(model: Path) -> dict[str, float]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
     weights = [*loaded.named_parameters()]
-    started, finished = [], []
+    start_times, finish_times = [], []
     for _ in range(_REPEATS):
         if device == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
         wait = start_digests(weights)
-        started.append(time.perf_counter() - began)
+        start_times.append(time.perf_counter() - began)
         wait()
-        finished.append(time.perf_counter() - began)
-    host, whole = median(started), median(finished)
+        finish_times.append(time.perf_counter() - began)
+    host, whole = median(start_times), median(finish_times)
     return {"digests_host_s": host, "digests_gpu_s": whole - host if device == "cuda" else 0.0}
 
 

@@ -94,7 +94,7 @@ class Putting:
     async def put(self, publisher: GroupPublisher, num_groups: int) -> tuple[float, float]:
         """Returns the CPU seconds of puts, here and in the transferqueue, until all data is written."""
         prompt = Prompt(token_ids=(2,), text="p", answer="42", row={}, data_source="bench")
-        here, there = time.process_time(), _cpu_s(self._child)
+        rollout_s, child_s = time.process_time(), _cpu_s(self._child)
         for _ in range(num_groups):
             self._number += 1
             group_id = f"g{self._number:08d}"
@@ -115,7 +115,7 @@ class Putting:
             "run_1", SampleRecordQuery(limit=1, excerpt=0)
         ):
             pass  # what is kept is written before it is read
-        return time.process_time() - here, _cpu_s(self._child) - there
+        return time.process_time() - rollout_s, _cpu_s(self._child) - child_s
 
 
 def _cpu_s(process: psutil.Process) -> float:
@@ -173,7 +173,7 @@ async def rollout(num_groups: int, rounds: int) -> dict[str, object]:
         sample_bytes = sum(path.stat().st_size for path in Path(folder).iterdir())
     a_token = 1e6 / (size * MEMBERS * TOKENS)
     extra = [a_token * (after[0] - before[0]) for before, after in pairs]
-    put = a_token * statistics.median(before[0] for before, _ in pairs)
+    put_us = a_token * statistics.median(before[0] for before, _ in pairs)
     there = [a_token * (after[1] - before[1]) for before, after in pairs]
     content = json.loads((RESULTS / "rollout-vllm-h200.json").read_text(encoding="utf-8"))
     sampled = content["adapter_cpu_us_per_token"]
@@ -181,9 +181,9 @@ async def rollout(num_groups: int, rounds: int) -> dict[str, object]:
         "groups": size * rounds,
         "rounds": rounds,
         "extra_us_per_token": _spread(extra),
-        "put_us_per_token": round(put, 4),
+        "put_us_per_token": round(put_us, 4),
         "sampled_us_per_token": sampled,
-        "ratio": round(statistics.median(extra) / (sampled + put), 5),
+        "ratio": round(statistics.median(extra) / (sampled + put_us), 5),
         "transferqueue_extra_us_per_token": _spread(there),
         "sample_bytes": sample_bytes,
         "page_ms": times,
@@ -193,12 +193,12 @@ async def rollout(num_groups: int, rounds: int) -> dict[str, object]:
 async def controller(steps: int, batch: int, rounds: int) -> dict[str, object]:
     """Measures the controller's CPU time per group, with and without keeping."""
     pairs = []
-    async with stage() as here:
-        await _a_group(here, steps, batch, is_kept=False)  # warms up
+    async with stage() as system:
+        await _a_group(system, steps, batch, is_kept=False)  # warms up
         for number in range(rounds):
             sides = {}
             for is_kept in (False, True) if number % 2 else (True, False):
-                sides[is_kept] = await _a_group(here, steps, batch, is_kept=is_kept)
+                sides[is_kept] = await _a_group(system, steps, batch, is_kept=is_kept)
             pairs.append((sides[False], sides[True]))
     without = statistics.median(before for before, _ in pairs)
     extra = [after - before for before, after in pairs]
@@ -211,14 +211,14 @@ async def controller(steps: int, batch: int, rounds: int) -> dict[str, object]:
     }
 
 
-async def _a_group(here: Stage, steps: int, batch: int, *, is_kept: bool) -> float:
+async def _a_group(system: Stage, steps: int, batch: int, *, is_kept: bool) -> float:
     """Returns the microseconds per group."""
     samples = {} if is_kept else OFF
-    run_id = await here.submit(steps=steps, prompts_per_step=batch, rollouts=8, samples=samples)
-    await here.until_step(run_id, 1)
-    begin = here.cpu_s()
-    await here.until_step(run_id, steps)
-    return 1e6 * (here.cpu_s() - begin) / ((steps - 1) * batch)
+    run_id = await system.submit(steps=steps, prompts_per_step=batch, rollouts=8, samples=samples)
+    await system.until_step(run_id, 1)
+    begin = system.cpu_s()
+    await system.until_step(run_id, steps)
+    return 1e6 * (system.cpu_s() - begin) / ((steps - 1) * batch)
 
 
 def _child(module: str) -> psutil.Process:

@@ -123,8 +123,8 @@ def _start(spec: Path, state: Path, settings: Sequence[str]) -> dict[str, Any]:
             time.sleep(_SAMPLE_S)
         if command.poll() is not None:
             raise SystemExit(f"{spec} ended too early:\n{output_of(state)}")
-    (written,) = state.glob("run_*/start.json")
-    start: dict[str, Any] = json.loads(written.read_text(encoding="utf-8"))
+    (report,) = state.glob("run_*/start.json")
+    start: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     by_service: dict[str, float] = defaultdict(float)
     for name, seconds in processor_s.values():
         by_service[name] += seconds

@@ -57,10 +57,10 @@ def chart_limits_mib() -> dict[str, float]:
     }
 
 
-def services_of(here: LocalServices) -> dict[str, psutil.Process]:
+def services_of(local: LocalServices) -> dict[str, psutil.Process]:
     """Returns the processes of the controller and the transferqueue."""
     result = {}
-    for service in here.services:
+    for service in local.services:
         assert service.process is not None
         result[service.name] = psutil.Process(service.process.pid)
     return result
@@ -120,13 +120,13 @@ async def abused(folder: Path, *, seconds: float) -> dict[str, Any]:
     """Trains under attack and returns the results."""
     began, state = time.monotonic(), folder / "state"
     async with AsyncExitStack() as stack:
-        here = await stack.enter_async_context(local_services(state))
+        local = await stack.enter_async_context(local_services(state))
         tokens = TokenStore(Database(f"sqlite:///{state / DATABASE_FILE}"))
         clients: dict[str, AsyncClient] = {}
         runs: dict[str, AsyncRun] = {}
         for number, project in enumerate((*HONEST, "third")):
             token = tokens.create(name=project, project=project, role="operator")
-            client = AsyncClient(here.url, token=token)
+            client = AsyncClient(local.url, token=token)
             clients[project] = await stack.enter_async_context(client)
             project_folder = folder / project
             project_folder.mkdir()
@@ -140,7 +140,7 @@ async def abused(folder: Path, *, seconds: float) -> dict[str, Any]:
         quiet_s: list[float] = []
         waits_s: list[float] = []
         most: dict[str, float] = {}
-        processes = services_of(here)
+        processes = services_of(local)
         async with asyncio.TaskGroup() as tasks:
             watching = [
                 tasks.create_task(look(clients[name], runs[name].id, quiet_s)) for name in HONEST
@@ -151,7 +151,7 @@ async def abused(folder: Path, *, seconds: float) -> dict[str, Any]:
                 task.cancel()
         ports = listening()
         order = {
-            "url": here.url,
+            "url": local.url,
             "token": token,
             "forged": issue_token(b"another installation", runs["blue"].id),
             "run_id": third.id,
@@ -170,8 +170,8 @@ async def abused(folder: Path, *, seconds: float) -> dict[str, Any]:
             for task in watching:
                 task.cancel()
         then = {name: (await runs[name].refresh()).state for name in HONEST}
-        ended = {name: await until_end(runs[name]) for name in HONEST}
-        assert {name: process.pid for name, process in services_of(here).items()} == {
+        ended_runs = {name: await until_end(runs[name]) for name in HONEST}
+        assert {name: process.pid for name, process in services_of(local).items()} == {
             name: process.pid for name, process in processes.items()
         }, "a service was started again"
         log = (state / "logs" / "controller.log").read_text(encoding="utf-8")
@@ -194,7 +194,7 @@ async def abused(folder: Path, *, seconds: float) -> dict[str, Any]:
                 "is_closed": is_closed(run),
                 "when_the_attack_ended": then[name],
             }
-            for name, run in ended.items()
+            for name, run in ended_runs.items()
         },
         "memory_mib": {name: round(value) for name, value in most.items()},
         "memory_before_mib": before,
@@ -202,7 +202,7 @@ async def abused(folder: Path, *, seconds: float) -> dict[str, Any]:
         "api_ms": {"quiet": spread_ms(quiet_s), "abused": abused_ms, "bar": P99_MS},
         "load": round(os.getloadavg()[0], 1),
         "holds": (
-            all(run.state == "SUCCEEDED" and is_closed(run) for run in ended.values())
+            all(run.state == "SUCCEEDED" and is_closed(run) for run in ended_runs.values())
             and all(most[name] <= limit for name, limit in limits.items())
             and abused_ms["p99"] <= P99_MS
             and not faults

@@ -102,12 +102,12 @@ class Waits:
 
 
 @asynccontextmanager
-async def asking(here: LocalServices, client: AsyncClient) -> AsyncIterator[Waits]:
+async def asking(local: LocalServices, client: AsyncClient) -> AsyncIterator[Waits]:
     """Sends the requests of a person's run page while the block runs; yields how long they take."""
     waits = Waits()
-    host, _, port = here.url.removeprefix("http://").rpartition(":")
+    host, _, port = local.url.removeprefix("http://").rpartition(":")
     request = (
-        f"GET /v1/runs HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {here.token}\r\n"
+        f"GET /v1/runs HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {local.token}\r\n"
         "Connection: close\r\n\r\n"
     ).encode()
 
@@ -205,22 +205,22 @@ async def measured(
 ) -> dict[str, Any]:
     """Runs all attacks, one after the other."""
     async with AsyncExitStack() as stack:
-        here = await stack.enter_async_context(local_services(folder / "state"))
+        local = await stack.enter_async_context(local_services(folder / "state"))
         processes = {}
-        for service in here.services:
+        for service in local.services:
             assert service.process is not None
             processes[service.name] = psutil.Process(service.process.pid)
-        client = await stack.enter_async_context(AsyncClient(here.url, token=here.token))
+        client = await stack.enter_async_context(AsyncClient(local.url, token=local.token))
         tokens = TokenStore(Database(f"sqlite:///{folder / 'state' / DATABASE_FILE}"))
         other = tokens.create(name="other", project="other", role="operator")
-        queue = json.loads(here.services[0].ready_file.read_text())
+        queue = json.loads(local.services[0].ready_file.read_text())
         ports = {
-            "rest": int(here.url.rpartition(":")[2]),
-            "controller": int(here.grpc_address.rpartition(":")[2]),
+            "rest": int(local.url.rpartition(":")[2]),
+            "controller": int(local.grpc_address.rpartition(":")[2]),
             "queue": int(queue["address"].rpartition(":")[2]),
             "data": int(queue["data"].rpartition(":")[2]),
         }
-        async with asking(here, client) as quiet:
+        async with asking(local, client) as quiet:
             await asyncio.sleep(seconds)
         before = {name: own_mib(process) for name, process in processes.items()}
         attacks: dict[str, Any] = {}
@@ -230,7 +230,7 @@ async def measured(
                 continue
             most: dict[str, float] = {}
             begin, used_s = time.monotonic(), {key: _cpu_s(processes[key]) for key in processes}
-            async with asking(here, client) as attack_waits:
+            async with asking(local, client) as attack_waits:
                 answered = await attacked(
                     {**order, "connections": connections, "seconds": seconds}, processes, most
                 )

@@ -34,13 +34,13 @@ RESULTS = Path(__file__).parents[1] / "results" / "controller.json"
 async def throughput(is_smoke: bool) -> Figures:
     """Measures the groups per second that pass through all states."""
     steps, batch = (6, 256) if is_smoke else (60, 1024)
-    async with stage() as here:
-        run_id = await here.submit(steps=steps, prompts_per_step=batch, rollouts=8)
-        await here.until_step(run_id, 1)
-        begin = here.cpu_s()
-        await here.until_step(run_id, steps)
-        cpu_s = here.cpu_s() - begin
-        seconds = _median_gap(await here.step_times(run_id))
+    async with stage() as system:
+        run_id = await system.submit(steps=steps, prompts_per_step=batch, rollouts=8)
+        await system.until_step(run_id, 1)
+        begin = system.cpu_s()
+        await system.until_step(run_id, steps)
+        cpu_s = system.cpu_s() - begin
+        seconds = _median_gap(await system.step_times(run_id))
     return {
         "groups_per_s": batch / seconds,
         "batch": batch,
@@ -53,13 +53,13 @@ async def ledger(is_smoke: bool) -> Figures:
     """Compares the steps of a run that has issued a million prompts with its first ones."""
     steps, batch = (20, 256) if is_smoke else (490, 2048)
     tenth = steps // 10
-    async with stage() as here:
-        run_id = await here.submit(steps=steps, prompts_per_step=batch, rollouts=8)
+    async with stage() as system:
+        run_id = await system.submit(steps=steps, prompts_per_step=batch, rollouts=8)
         cpu_s: list[float] = []
         for step in (1, 1 + tenth, steps - tenth, steps):
-            await here.until_step(run_id, step)
-            cpu_s.append(here.cpu_s())
-        times = await here.step_times(run_id)
+            await system.until_step(run_id, step)
+            cpu_s.append(system.cpu_s())
+        times = await system.step_times(run_id)
     first_s, last_s = _median_gap(times[: tenth + 1]), _median_gap(times[-tenth - 1 :])
     return {
         "prompts": steps * batch,
@@ -80,9 +80,9 @@ def _median_gap(times: list[float]) -> float:
 async def workers(is_smoke: bool) -> Figures:
     """Measures the time to dispatch a group to one of many rollouts."""
     count, seconds = (50, 4.0) if is_smoke else (1000, 30.0)
-    async with stage() as here:
+    async with stage() as system:
         # Each rollout has two groups at a time and gets another one when it has finished one.
-        await here.submit(
+        await system.submit(
             steps=2,
             prompts_per_step=50_000,
             rollouts=count,
@@ -91,13 +91,13 @@ async def workers(is_smoke: bool) -> Figures:
             heartbeat_s=1.0,
         )
         name = "slipstream_dispatch_duration_seconds"
-        while not (await here.histogram(name)).get(float("inf"), 0):
+        while not (await system.histogram(name)).get(float("inf"), 0):
             await asyncio.sleep(0.5)
         # The first groups all start at once; this waits until their ends are spread out.
         await asyncio.sleep(20.0 if not is_smoke else 1.0)
-        before, cpu_s = await here.histogram(name), here.cpu_s()
+        before, cpu_s = await system.histogram(name), system.cpu_s()
         await asyncio.sleep(seconds)
-        after, cpu_s = await here.histogram(name), here.cpu_s() - cpu_s
+        after, cpu_s = await system.histogram(name), system.cpu_s() - cpu_s
     counts = {bound: after[bound] - before.get(bound, 0.0) for bound in sorted(after)}
     total = counts[float("inf")]
     return {
@@ -118,19 +118,19 @@ def _quantile(counts: dict[float, float], total: float, share: float) -> float:
 async def memory(is_smoke: bool) -> Figures:
     """Measures memory during an hour's worth of steps."""
     steps = 60 if is_smoke else 3600
-    async with stage() as here:
-        run_id = await here.submit(steps=steps, prompts_per_step=32, rollouts=4, group_size=8)
+    async with stage() as system:
+        run_id = await system.submit(steps=steps, prompts_per_step=32, rollouts=4, group_size=8)
         sizes: list[float] = []
         for tenth in range(1, 11):
-            await here.until_step(run_id, steps * tenth // 10)
-            sizes.append(round(here.rss_mib(), 1))
+            await system.until_step(run_id, steps * tenth // 10)
+            sizes.append(round(system.rss_mib(), 1))
     return {"steps": steps, "rss_mib": sizes, "growth_mib": sizes[-1] - sizes[2]}
 
 
 async def api(is_smoke: bool) -> Figures:
     """Measures the latency of the API during three active runs."""
-    async with stage() as here:
-        return await measure_api(here, is_smoke=is_smoke)
+    async with stage() as system:
+        return await measure_api(system, is_smoke=is_smoke)
 
 
 async def first_token(is_smoke: bool) -> Figures:

@@ -27,14 +27,14 @@ _PATHS = (
 _PAUSE_S = 0.25
 
 
-async def measure_api(here: Stage, *, is_smoke: bool) -> dict[str, Any]:
+async def measure_api(system: Stage, *, is_smoke: bool) -> dict[str, Any]:
     """Measures latencies of 50 clients in three settings, during three active runs.
 
     The settings are: clients alone, with 500 event streams, and without pauses.
     """
     num_clients, num_streams, seconds = (5, 20, 2.0) if is_smoke else (50, 500, 30.0)
     runs = [
-        await here.submit(
+        await system.submit(
             steps=100_000,
             prompts_per_step=16,
             rollouts=2,
@@ -45,11 +45,11 @@ async def measure_api(here: Stage, *, is_smoke: bool) -> dict[str, Any]:
         for _ in range(3)
     ]
     for run_id in runs:
-        await here.until_step(run_id, 1)
-    address = urlsplit(here.url)
+        await system.until_step(run_id, 1)
+    address = urlsplit(system.url)
     crowd = _Crowd(str(address.hostname), int(address.port or 80), runs, num_clients)
     result = {"clients": num_clients, "streams": num_streams}
-    result |= {"without_streams": await crowd.ask(here, seconds, pause_s=_PAUSE_S)}
+    result |= {"without_streams": await crowd.ask(system, seconds, pause_s=_PAUSE_S)}
     async with AsyncExitStack() as stack:
         streams = [
             await stack.enter_async_context(_Stream(crowd, runs[number % 3]))
@@ -60,10 +60,10 @@ async def measure_api(here: Stage, *, is_smoke: bool) -> dict[str, Any]:
             await asyncio.sleep(0.05)
         result |= {"streams_caught_up_s": time.perf_counter() - begin}
         before = [stream.num_events for stream in streams]
-        result |= await crowd.ask(here, seconds, pause_s=_PAUSE_S)
+        result |= await crowd.ask(system, seconds, pause_s=_PAUSE_S)
         events = [s.num_events - then for s, then in zip(streams, before, strict=True)]
         result |= {"events_per_stream": {"least": min(events), "most": max(events)}}
-    result |= {"without_pause": await crowd.ask(here, seconds / 2, pause_s=0.0)}
+    result |= {"without_pause": await crowd.ask(system, seconds / 2, pause_s=0.0)}
     return result
 
 
@@ -82,10 +82,10 @@ class _Crowd:
         self._runs = runs
         self._num_clients = num_clients
 
-    async def ask(self, here: Stage, seconds: float, *, pause_s: float) -> dict[str, float]:
+    async def ask(self, system: Stage, seconds: float, *, pause_s: float) -> dict[str, float]:
         """Sends requests from all clients for some time."""
         latencies: list[float] = []
-        cpu_s = here.cpu_s()
+        cpu_s = system.cpu_s()
         async with asyncio.TaskGroup() as tasks:
             for number in range(self._num_clients):
                 tasks.create_task(self._client(latencies, number, seconds, pause_s))
@@ -95,7 +95,7 @@ class _Crowd:
             "p50_ms": quantiles[49] * 1000,
             "p99_ms": quantiles[98] * 1000,
             "worst_ms": max(latencies) * 1000,
-            "controller_cores": (here.cpu_s() - cpu_s) / seconds,
+            "controller_cores": (system.cpu_s() - cpu_s) / seconds,
         }
 
     async def _client(

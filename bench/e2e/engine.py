@@ -79,8 +79,8 @@ async def _rate(ask: Ask, shape: Shape, running: int) -> float:
 
     async def keep_asking(slot: int) -> None:
         for number in range(1_000_000):
-            drawn = round(rng.expovariate(1 / shape.mean_response_tokens)) + 1
-            length = min(drawn, shape.max_response_tokens)
+            num_tokens = round(rng.expovariate(1 / shape.mean_response_tokens)) + 1
+            length = min(num_tokens, shape.max_response_tokens)
             prompt = tuple(rng.randrange(2, 250) for _ in range(_PROMPT_TOKENS))
             await ask(f"{running}.{slot}.{number}", prompt, length)
             lengths.append(length)

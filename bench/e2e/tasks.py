@@ -39,9 +39,9 @@ class Lognormal:
     async def run(self, episode: Any) -> None:
         """Samples up to the length that the sample's seed draws."""
         rng = random.Random(episode.limits.seed)
-        drawn = self._median * rng.lognormvariate(0.0, self._sigma)
+        unbounded = self._median * rng.lognormvariate(0.0, self._sigma)
         least, most = self._bounds
-        length = min(max(round(drawn), least), most)
+        length = min(max(round(unbounded), least), most)
         while (
             num_tokens := length - len(episode.response_ids)
         ) > 0 and episode.remaining_tokens > 0:

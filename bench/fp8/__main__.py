@@ -343,12 +343,12 @@ def _learn(arguments: argparse.Namespace, report: Report) -> None:
         )
     }
     scores = {name: mean(run["exact_greedy"] for run in runs) for name, runs in entries.items()}
-    served = {
+    served_scores = {
         name: mean(run["curve"][-1]["greedy"] for run in runs) for name, runs in entries.items()
     }
     bars: dict[str, Any] = {
         "greedy at the end": {k: round(v, 4) for k, v in scores.items()},
-        "by the engine of the run": {k: round(v, 4) for k, v in served.items()},
+        "by the engine of the run": {k: round(v, 4) for k, v in served_scores.items()},
     }
     if {"bf16", "fp8"} <= scores.keys():
         bars["at most .03 lower"] = scores["bf16"] - scores["fp8"] <= 0.03

@@ -33,13 +33,13 @@ _SETTLED = 4
 
 
 async def measure(
-    here: Stage, pace: Pace, *, steps: int, places: int, rollouts: int = 1, **mode: Any
+    system: Stage, pace: Pace, *, steps: int, places: int, rollouts: int = 1, **mode: Any
 ) -> dict[str, Any]:
     """Trains in one mode; returns statistics of the settled steps and of all steps."""
     lag = mode["max_staleness"]
     is_partial, settled = lag > 0, _SETTLED + lag
     steps += lag
-    run_id = await here.submit(
+    run_id = await system.submit(
         # The last steps have the engines to themselves, because no new groups start.
         steps=steps + lag + 1,
         prompts_per_step=GROUPS,
@@ -50,8 +50,8 @@ async def measure(
         fakes={"pace": asdict(replace(pace, is_partial=is_partial)), "places": places},
         **mode,
     )
-    await here.until_step(run_id, steps)
-    run = await here.client.run(run_id)
+    await system.until_step(run_id, steps)
+    run = await system.client.run(run_id)
     committed = [event async for event in run.events("StepCommitted")]
     await run.cancel()
     times = [event.time.timestamp() for event in committed]
@@ -78,10 +78,10 @@ async def measure_all(names: list[str], pace: Pace, *, steps: int, places: int) 
     limit_s = max(pace.train_s, GROUPS * GROUP_SIZE * fmean(lengths) / pace.tokens_per_s)
     limit = GROUPS * GROUP_SIZE / limit_s
     print(f"limit: {limit_s:.2f} s a step, {limit:.0f} samples/s", flush=True)
-    async with stage("bench.pace.fleet") as here:
+    async with stage("bench.pace.fleet") as system:
         base = None
         for name in names:
-            figures = await measure(here, pace, steps=steps, places=places, **MODES[name])
+            figures = await measure(system, pace, steps=steps, places=places, **MODES[name])
             base = base or figures["samples_per_s"]
             figures["of_first"] = round(figures["samples_per_s"] / base, 2)
             figures["of_limit"] = round(figures["samples_per_s"] / limit, 2)

@@ -60,7 +60,7 @@ SPLITS = (
 
 
 async def compare(
-    here: Stage, pace: Pace, split: Split, rates: Rates | None
+    system: Stage, pace: Pace, split: Split, rates: Rates | None
 ) -> tuple[dict[str, Any], Rates]:
     """Measures and predicts one split; uses the split's own rates if there are none yet."""
     setting = Setting(
@@ -75,7 +75,7 @@ async def compare(
     )
     scaled = replace(pace, train_s=pace.train_s / trainer_speedup(split.trainer_gpus))
     measured = await measure(
-        here,
+        system,
         scaled,
         steps=_STEPS,
         places=_SLOTS,
@@ -108,12 +108,12 @@ def _lengths(steps: list[dict[str, Any]]) -> dict[int, int]:
 async def measure_shapes(names: list[str]) -> None:
     """Measures, prints and writes."""
     results = read_json(RESULTS, {"shapes": {}})
-    async with stage("bench.pace.fleet") as here:
+    async with stage("bench.pace.fleet") as system:
         for name in names:
             rows: dict[str, Any] = {}
             rates = None
             for split in SPLITS:
-                rows[str(split)], rates = await compare(here, SHAPES[name], split, rates)
+                rows[str(split)], rates = await compare(system, SHAPES[name], split, rates)
                 print(f"{name}, {split}: {json.dumps(rows[str(split)])}", flush=True)
             results["shapes"][name] = {"splits": rows, **_choice(rows)}
             results["largest_error"] = max(
@@ -130,9 +130,9 @@ def _choice(rows: dict[str, Any]) -> dict[str, Any]:
         split: split.trainer_gpus + split.rollouts - split.colocated_rollouts for split in SPLITS
     }
     three = [str(split) for split, count in gpus.items() if count == 3]
-    chosen = min(three, key=lambda split: rows[split]["predicted_step_s"])
+    choice = min(three, key=lambda split: rows[split]["predicted_step_s"])
     best = min(rows[split]["measured_step_s"] for split in three)
-    return {"chosen": chosen, "chosen_over_best": round(rows[chosen]["measured_step_s"] / best, 3)}
+    return {"chosen": choice, "chosen_over_best": round(rows[choice]["measured_step_s"] / best, 3)}
 
 
 def main() -> None:

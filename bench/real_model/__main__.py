@@ -123,7 +123,7 @@ def train(
             time.sleep(_POLL_S)
             evaluated = [int(match[1]) for match in _SCORES.finditer(output_of(folder))]
             is_over = until is not None and evaluated[-1:] >= [until]
-    ended = time.time()
+    end = time.time()
     steps = steps_in(folder)[: evaluated[-1] if is_over else None]
     if not (steps and (is_over or process.returncode == 0)):
         raise SystemExit(f"{' '.join(settings)} failed:\n{output_of(folder)}{_logs(folder)}")
@@ -149,7 +149,7 @@ def train(
         ],
         "reward_mean": [round(step["reward_mean"], 4) for step in steps if "reward_mean" in step],
         "seconds_to_first_step": round(seconds[1], 1),
-        "seconds_after_last_step": round(ended - began - seconds[len(steps)], 1),
+        "seconds_after_last_step": round(end - began - seconds[len(steps)], 1),
         "facts": times,
         "processors": processors.medians(last_s=round(seconds[len(steps)] - seconds[1])),
     }

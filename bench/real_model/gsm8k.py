@@ -135,9 +135,9 @@ def bars(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         },
     }
     if SYNCHRONOUS in of_arm:
-        lost = {arm: scores[SYNCHRONOUS] - score for arm, score in scores.items()}
-        result["score below synchronous"] = {arm: round(loss, 4) for arm, loss in lost.items()}
-        result[f"every arm within {_MAX_DIFFERENCE}"] = max(lost.values()) <= _MAX_DIFFERENCE
+        losses = {arm: scores[SYNCHRONOUS] - score for arm, score in scores.items()}
+        result["score below synchronous"] = {arm: round(loss, 4) for arm, loss in losses.items()}
+        result[f"every arm within {_MAX_DIFFERENCE}"] = max(losses.values()) <= _MAX_DIFFERENCE
     if {SYNCHRONOUS, "lag 4"} <= seconds.keys():
         share = seconds["lag 4"] / seconds[SYNCHRONOUS]
         result["lag 4: share of the synchronous seconds"] = round(share, 3)

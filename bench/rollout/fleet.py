@@ -73,12 +73,12 @@ def killing(servers: Sequence[LocalServer], seed: int) -> Iterator[list[float]]:
         RuntimeError: At the end of the block, if a server did not come back.
     """
     kills: list[float] = []
-    ended = threading.Event()
+    end = threading.Event()
     draws = random.Random(seed)
 
     def kill() -> None:
         pause_s = _FIRST_KILL_S
-        while not ended.wait(pause_s):
+        while not end.wait(pause_s):
             server = draws.choice(servers)
             server.kill()
             kills.append(round(pause_s, 1))
@@ -91,7 +91,7 @@ def killing(servers: Sequence[LocalServer], seed: int) -> Iterator[list[float]]:
         try:
             yield kills
         finally:
-            ended.set()
+            end.set()
         killer.result()
 
 

@@ -141,7 +141,7 @@ class Load:
 
 @asynccontextmanager
 async def _attached(
-    servers: Mapping[str, Any], run: str, share: float, sent: Mapping[str, Tensor], running: int
+    servers: Mapping[str, Any], run: str, share: float, weights: Mapping[str, Tensor], running: int
 ) -> AsyncIterator[FleetEngine]:
     config = EngineConfig(
         config=_config(),
@@ -158,14 +158,14 @@ async def _attached(
     async with TaskGroup() as tasks:
         serving = tasks.create_task(engine.run())
         await engine.wait_ready()
-        await engine.adopt_weights(0, sent)
+        await engine.adopt_weights(0, weights)
         yield engine
         serving.cancel()
 
 
 async def measure(
     servers: Mapping[str, Any],
-    sent: Sequence[Mapping[str, Tensor]],
+    adapter_weights: Sequence[Mapping[str, Tensor]],
     loads: Sequence[tuple[float, int]],
     *,
     seconds: float,
@@ -175,7 +175,9 @@ async def measure(
     async with AsyncExitStack() as stack:
         started = []
         for number, (share, concurrency) in enumerate(loads):
-            attached = _attached(servers, f"run{number}", share, sent[number], concurrency)
+            attached = _attached(
+                servers, f"run{number}", share, adapter_weights[number], concurrency
+            )
             started.append(Load(await stack.enter_async_context(attached), concurrency))
         async with TaskGroup() as tasks:
             draws = random.Random(seed)
@@ -201,7 +203,11 @@ async def _window(loads: Sequence[Load], seconds: float) -> dict[str, Any]:
 
 
 async def measure_end(
-    servers: Mapping[str, Any], sent: Sequence[Mapping[str, Tensor]], how: str, *, seed: int
+    servers: Mapping[str, Any],
+    adapter_weights: Sequence[Mapping[str, Tensor]],
+    how: str,
+    *,
+    seed: int,
 ) -> dict[str, Any]:
     """Measures three runs before and after the fourth one, a process, is deleted or killed."""
     context = multiprocessing.get_context("spawn")
@@ -212,7 +218,9 @@ async def measure_end(
         async with AsyncExitStack() as stack, TaskGroup() as tasks:
             others = []
             for number in range(1, _RUNS):
-                attached = _attached(servers, f"run{number}", 1.0, sent[number], _SLOTS // _RUNS)
+                attached = _attached(
+                    servers, f"run{number}", 1.0, adapter_weights[number], _SLOTS // _RUNS
+                )
                 others.append(Load(await stack.enter_async_context(attached), _SLOTS // _RUNS))
             draws = random.Random(seed)
             keeping = [tasks.create_task(load.keep(draws)) for load in others]
@@ -252,14 +260,14 @@ def _run_until_told(servers: Mapping[str, Any], line: Connection) -> None:
 def _alternate(
     server: LocalServer, names: Sequence[str], *, rounds: int, seconds: float
 ) -> dict[str, list[dict[str, Any]]]:
-    servers, sent = engine_arguments([server]), [adapters(seed) for seed in range(_RUNS)]
+    servers, adapter_weights = engine_arguments([server]), [adapters(seed) for seed in range(_RUNS)]
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for number in range(rounds):
         for name in names:
             measuring = (
-                measure_end(servers, sent, name, seed=number)
+                measure_end(servers, adapter_weights, name, seed=number)
                 if name in _ENDS
-                else measure(servers, sent, _LOADS[name], seconds=seconds, seed=number)
+                else measure(servers, adapter_weights, _LOADS[name], seconds=seconds, seed=number)
             )
             results[name].append(asyncio.run(measuring))
             print(name, results[name][-1], flush=True)

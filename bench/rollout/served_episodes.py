@@ -243,9 +243,9 @@ class Episodes:
                 await self.engine.wait_ready()
                 await self.engine.adopt_weights(0, random_weights())
             queue: Any = _Queue()
-            served: Any = self.engine
+            engine: Any = self.engine
             services = GroupServices(
-                engine=served,
+                engine=engine,
                 tokenizer=tokenizer(),
                 workflow=workflow,
                 reward=self,

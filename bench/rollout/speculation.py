@@ -93,26 +93,26 @@ class Task:
 
     def table(self, index: int) -> tuple[int, ...]:
         """Returns a table of numbers twice, and the beginning of a third copy."""
-        drawn = random.Random(index)
-        rows = [f"{row}: {drawn.randrange(100, 999)}" for row in range(1, self._num_rows)]
+        rng = random.Random(index)
+        rows = [f"{row}: {rng.randrange(100, 999)}" for row in range(1, self._num_rows)]
         text = "\n".join(rows)
         return self._encode(f"{text}\n\n{text}\n\n{rows[0]}\n", index)
 
     def sentences(self, index: int) -> tuple[int, ...]:
         """Returns sentences twice, and the beginning of a third copy, whose continuation is less certain."""
-        drawn = random.Random(index)
-        words = [drawn.sample(self._words or ["a"] * 5, 5) for _ in range(4)]
+        rng = random.Random(index)
+        words = [rng.sample(self._words or ["a"] * 5, 5) for _ in range(4)]
         text = " ".join(f"The {a} of {b} is {c}, and its {d} is {e}." for a, b, c, d, e in words)
         return self._encode(f"{text}\n\n{text}\n\n{' '.join(text.split()[:3])}", index)
 
     def _encode(self, text: str, seed: int) -> tuple[int, ...]:
         if self._tokenizer is not None:
             return tuple(self._tokenizer.encode(text))
-        drawn = random.Random(seed)
+        rng = random.Random(seed)
         if self._vocabulary_size is not None:
-            start = drawn.randrange(self._vocabulary_size // _CYCLE) * _CYCLE
+            start = rng.randrange(self._vocabulary_size // _CYCLE) * _CYCLE
             return (*range(start, start + _CYCLE),) * (self._num_rows * _ROW_TOKENS // _CYCLE)
-        ids = [drawn.randrange(2, 250) for _ in range(24)]
+        ids = [rng.randrange(2, 250) for _ in range(24)]
         return (*ids, *ids, *ids[:4])
 
     def requests(self, label: str, lengths: Sequence[int]) -> list[GenerationRequest]:

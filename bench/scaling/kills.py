@@ -29,11 +29,11 @@ def kill_each(
     kills = []
     with running(folder, settings, spec=spec, environment=environment) as process:
 
-        def until(is_done: Callable[[], bool], what: str, timeout_s: float) -> None:
+        def until(is_done: Callable[[], bool], event: str, timeout_s: float) -> None:
             deadline = time.monotonic() + timeout_s
             while not is_done():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"no {what} in time:\n{output_of(folder)}")
+                    raise SystemExit(f"no {event} in time:\n{output_of(folder)}")
                 time.sleep(_POLL_S)
 
         def until_step(step: int, timeout_s: float) -> None:

@@ -27,11 +27,15 @@ class ScaledModel:
 
     def lengths(self) -> dict[str, Any]:
         """Returns the distribution of response lengths, as ``slipstream plan --rates`` reads it."""
-        drawn = self.shape.workflow_arguments
-        if "median" in drawn:
-            median, most = float(drawn["median"]), int(drawn["most"])
+        arguments = self.shape.workflow_arguments
+        if "median" in arguments:
+            median, most = float(arguments["median"]), int(arguments["most"])
             return {
-                "lognormal": {"median_tokens": median, "sigma": drawn["sigma"], "max_tokens": most}
+                "lognormal": {
+                    "median_tokens": median,
+                    "sigma": arguments["sigma"],
+                    "max_tokens": most,
+                }
             }
         mean, most = float(self.shape.vocabulary), self.shape.max_response_tokens
         return {"geometric": {"mean_tokens": mean, "max_tokens": most}}

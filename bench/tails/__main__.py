@@ -110,14 +110,14 @@ def main() -> None:
     if not arguments.simulated_only:
         tokens, versions = (3_000, 6) if arguments.smoke else (100_000, 22)
         with tempfile.TemporaryDirectory() as temporary:
-            served = measure(
+            served_figures = measure(
                 arguments.folder or Path(temporary),
                 tokens=tokens,
                 versions=versions,
                 kills=1 if arguments.smoke else 3,
                 limit_s=arguments.limit_s,
             )
-        report.add({"served": served})
+        report.add({"served": served_figures})
     report.finish({})
 
 
