@@ -138,7 +138,7 @@ def test_a_model_learns_which_square_is_red(
             "rollout.replicas=1",
             "weight_sync.mode=cpu_async",
         )
-        finished = train(path, tmp_path / "state", *settings, timeout=2400)
-    assert finished.code == 0, finished.out[-2000:] + finished.err[-4000:]
-    assert finished.summary["heldout"]["greedy"] >= 0.9
-    assert finished.summary["prompts"]["quarantined"] == 0
+        result = train(path, tmp_path / "state", *settings, timeout=2400)
+    assert result.code == 0, result.out[-2000:] + result.err[-4000:]
+    assert result.summary["heldout"]["greedy"] >= 0.9
+    assert result.summary["prompts"]["quarantined"] == 0

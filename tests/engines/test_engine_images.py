@@ -174,7 +174,7 @@ async def test_an_engine_sees_images_of_later_turns(engine_name: str, kind: str)
 )
 def test_a_model_learns_which_square_is_red(tmp_path: Path, engine_name: str, mode: str) -> None:
     settings = (f"rollout.engine={engine_name}", f"weight_sync.mode={mode}")
-    finished = train(REPOSITORY / "examples" / "images.yaml", tmp_path, *settings, timeout=800)
-    assert finished.code == 0, finished.out[-2000:] + finished.err[-4000:]
-    assert finished.summary["heldout"]["greedy"] >= 0.9
-    assert finished.summary["prompts"]["quarantined"] == 0
+    result = train(REPOSITORY / "examples" / "images.yaml", tmp_path, *settings, timeout=800)
+    assert result.code == 0, result.out[-2000:] + result.err[-4000:]
+    assert result.summary["heldout"]["greedy"] >= 0.9
+    assert result.summary["prompts"]["quarantined"] == 0

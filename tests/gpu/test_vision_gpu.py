@@ -152,6 +152,6 @@ def test_a_run_with_images_trains_on_a_gpu(
         "validation.every=0",
         *settings,
     )
-    finished = train(REPOSITORY / "examples" / "images.yaml", tmp_path, *settings, timeout=500)
-    assert finished.code == 0, finished.out[-2000:] + finished.err[-4000:]
-    assert finished.summary["steps"] == 4
+    result = train(REPOSITORY / "examples" / "images.yaml", tmp_path, *settings, timeout=500)
+    assert result.code == 0, result.out[-2000:] + result.err[-4000:]
+    assert result.summary["steps"] == 4

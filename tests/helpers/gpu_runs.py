@@ -20,7 +20,7 @@ def train_on_gpus(folder: Path, engine: str, *settings: str, timeout: float) -> 
     """Trains the example in bfloat16 with one rollout; skips the test if the engine is not installed."""
     if engine != "torch" and importlib.util.find_spec(engine) is None:
         pytest.skip(f"{engine} is not installed here")
-    finished = train(
+    result = train(
         SORT4,
         folder / "runs",
         # The heads of this model have 64 dimensions, which the kernels require.
@@ -31,8 +31,8 @@ def train_on_gpus(folder: Path, engine: str, *settings: str, timeout: float) -> 
         *settings,
         timeout=timeout,
     )
-    assert finished.code == 0, "\n".join(_failure_report(folder, finished))
-    return finished
+    assert result.code == 0, "\n".join(_failure_report(folder, result))
+    return result
 
 
 def _failure_report(folder: Path, finished: Finished) -> Iterator[str]:

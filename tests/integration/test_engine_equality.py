@@ -9,7 +9,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_engine_and_trainer_are_equal_at_lag_0(plumbing, system, world_size):
-    finished = system.train(
+    result = system.train(
         plumbing,
         "model.path=tiny:qwen3-0.4m",
         "algorithm.max_staleness=0",
@@ -19,8 +19,8 @@ def test_engine_and_trainer_are_equal_at_lag_0(plumbing, system, world_size):
         "rollout.sampling.temperature=0.7",
         f"trainer.world_size={world_size}",
     )
-    assert finished.code == 0, finished.out + finished.err
-    lines = (finished.folder / "metrics.jsonl").read_text().splitlines()
+    assert result.code == 0, result.out + result.err
+    lines = (result.folder / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     assert len(steps) == 3
     assert all(step["staleness_mean"] == 0 for step in steps)

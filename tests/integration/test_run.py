@@ -195,8 +195,8 @@ def test_runs_are_submitted_watched_listed_and_cancelled(plumbing, tmp_path):
         ).out.strip()
         assert second in slipstream("list", "--url", url).out
         assert "CANCEL" in slipstream("cancel", second, "--url", url).out
-        ended = slipstream("watch", second, "--url", url, "--state-directory", state)
-        assert ended.code == 1
+        output = slipstream("watch", second, "--url", url, "--state-directory", state)
+        assert output.code == 1
         assert json.loads(slipstream("get", second, "--url", url).out)["state"] == "CANCELLED"
         children = descendants(process)
         process.terminate()

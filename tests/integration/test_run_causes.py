@@ -14,11 +14,13 @@ async def failure_of(url: str, plumbing: Path, *overrides: str) -> tuple[str, se
     """Returns the message of a failed run and the types of its events."""
     async with AsyncClient(url) as client:
         run = await submit(plumbing, client, *overrides)
-        ended = await wait_for(run, is_in("SUCCEEDED", "FAILED"))
-        assert (ended.state, ended.state_reason) == ("FAILED", "GenerationError"), ended.message
-        assert ended.error is not None
-        assert ended.error.category == "USER"
-        return ended.message, {event.type async for event in run.events()}
+        ended_run = await wait_for(run, is_in("SUCCEEDED", "FAILED"))
+        assert (ended_run.state, ended_run.state_reason) == ("FAILED", "GenerationError"), (
+            ended_run.message
+        )
+        assert ended_run.error is not None
+        assert ended_run.error.category == "USER"
+        return ended_run.message, {event.type async for event in run.events()}
 
 
 async def test_a_reward_that_always_raises_is_the_cause(plumbing, system, tmp_path):
@@ -44,8 +46,8 @@ async def test_a_run_that_trains_nothing_reports_the_cause(plumbing, system, tmp
     async with AsyncClient(system.url) as client:
         reward = f'rollout.rewards=[{{"name": "{tmp_path}/same.py:score"}}]'
         run = await submit(plumbing, client, reward, "trainer.steps=3")
-        ended = await wait_for(run, is_in("SUCCEEDED", "FAILED"))
-        assert ended.state == "SUCCEEDED", ended.message
+        ended_run = await wait_for(run, is_in("SUCCEEDED", "FAILED"))
+        assert ended_run.state == "SUCCEEDED", ended_run.message
         (event,) = [event async for event in run.events() if event.type == "NothingLearned"]
         assert event.data["reason"] in {"EqualRewards", "AllTruncated"}
-        assert ended.summary["nothing_learned"]["message"] == event.message
+        assert ended_run.summary["nothing_learned"]["message"] == event.message

@@ -61,6 +61,6 @@ async def test_a_run_is_cancelled_after_its_step_with_a_checkpoint(plumbing, sys
         await wait_for(run, lambda view: view.step >= 2)
         await run.cancel(grace_seconds=60, save_checkpoint=True)
         assert run.state == "CANCELLING"
-        ended = await wait_for(run, is_in("CANCELLED"))
+        ended_run = await wait_for(run, is_in("CANCELLED"))
         (saved,) = await run.checkpoints()
-        assert (saved.step, saved.state) == (ended.step, "READY")
+        assert (saved.step, saved.state) == (ended_run.step, "READY")

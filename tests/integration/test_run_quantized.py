@@ -18,8 +18,8 @@ async def steps_of(run) -> list[dict[str, float]]:
 async def test_a_run_trains_with_fp8_rollouts(plumbing: Path, system) -> None:
     async with AsyncClient(system.url) as client:
         run = await submit(plumbing, client, "rollout.quantization=fp8_block", "trainer.steps=3")
-        ended = await wait_for(run, is_in("SUCCEEDED", "FAILED"))
-        assert ended.state == "SUCCEEDED", ended.message
+        ended_run = await wait_for(run, is_in("SUCCEEDED", "FAILED"))
+        assert ended_run.state == "SUCCEEDED", ended_run.message
         steps = await steps_of(run)
         assert len(steps) == 3
         assert all(0 < step["kl_rollout"] < 0.1 and step["ess"] < 1 for step in steps)
@@ -39,8 +39,8 @@ async def test_rollouts_that_diverge_restart_in_the_trainers_precision(
             "algorithm.max_staleness=0",
             "trainer.steps=8",
         )
-        ended = await wait_for(run, is_in("SUCCEEDED", "FAILED"))
-        assert ended.state == "SUCCEEDED", ended.message
+        ended_run = await wait_for(run, is_in("SUCCEEDED", "FAILED"))
+        assert ended_run.state == "SUCCEEDED", ended_run.message
         kinds = [event.type async for event in run.events()]
         assert kinds.count("QuantizationEnded") == kinds.count("RolloutsRestarted") == 1
         assert not {"WorkerLost", "Rewound"} & {*kinds}
@@ -48,6 +48,6 @@ async def test_rollouts_that_diverge_restart_in_the_trainers_precision(
         assert len(steps) == 8
         assert all(step["rollout_logprob_abs_diff"] > 1e-4 for step in steps[:5])
         assert all(step["rollout_logprob_abs_diff"] < 1e-5 for step in steps[5:])
-        spec = json.loads(ended.spec) if isinstance(ended.spec, str) else ended.spec
+        spec = json.loads(ended_run.spec) if isinstance(ended_run.spec, str) else ended_run.spec
         assert spec["rollout"].get("quantization") is None
         assert spec["algorithm"]["correction"] == "decoupled"

@@ -41,9 +41,9 @@ async def test_all_rollouts_serve_each_version(tmp_path, mode):
         for version in range(4):
             report = await session.publish(partial(int, version))
             assert (report.receivers, report.late, report.lost) == (NAMES[1:], (), ())
-            served = {await members[name].serves() for name in NAMES[1:]}
-            assert len(served) == 1
-            assert served.pop()[0] == version
+            served_versions = {await members[name].serves() for name in NAMES[1:]}
+            assert len(served_versions) == 1
+            assert served_versions.pop()[0] == version
             assert len(copies(tmp_path)) <= 2
     assert copies(tmp_path) == []
 
@@ -127,14 +127,14 @@ async def test_a_rollout_that_joins_loads_the_served_version(tmp_path, mode):
         session, members, started = parts
         for version in range(3):
             await session.publish(partial(int, version))
-            served = await members["rollout-0"].serves()
+            served_version = await members["rollout-0"].serves()
         late = started.start("rollout-1")
         await late.started()
         async with session.trainer_lock:  # held while the trainer changes its weights
             assert await session.admit([late.worker()])
             report = await session.publish(partial(int, 2))
         assert report.receivers == ("rollout-0", "rollout-1")
-        assert await late.serves() == served
+        assert await late.serves() == served_version
         await session.publish(partial(int, 3))
         await late.serves_version(3)
 
@@ -143,7 +143,7 @@ async def test_a_version_that_is_damaged_in_the_store_is_written_again(tmp_path)
     async with session_of("trainer", "rollout-0", **stored(tmp_path)) as parts:
         session, members, started = parts
         await session.publish(partial(int, 0))
-        served = await members["rollout-0"].serves()
+        served_version = await members["rollout-0"].serves()
         (file,) = (tmp_path / "run_1").glob("v*/source-0/part-00001")
         file.write_bytes(bytes(len(file.read_bytes())))
         late = started.start("rollout-1")
@@ -151,7 +151,7 @@ async def test_a_version_that_is_damaged_in_the_store_is_written_again(tmp_path)
         assert await session.admit([late.worker()])
         report = await session.publish(partial(int, 0))
         assert report.receivers == ("rollout-0", "rollout-1")
-        assert await late.serves() == served
+        assert await late.serves() == served_version
 
 
 async def test_a_store_that_is_gone_is_reported_and_used_again_later(tmp_path):

@@ -41,9 +41,9 @@ async def test_all_rollouts_serve_the_same_verified_version():
     ):
         for version in range(3):
             report = await session.publish(partial(int, version))
-            served = {await members[name].serves() for name in ("rollout-0", "rollout-1")}
-            assert len(served) == 1
-            assert served.pop()[0] == version
+            served_versions = {await members[name].serves() for name in ("rollout-0", "rollout-1")}
+            assert len(served_versions) == 1
+            assert served_versions.pop()[0] == version
             assert report.lost == ()
 
 
@@ -111,14 +111,14 @@ async def test_a_rollout_joins_while_the_trainer_trains(mode):
     async with session_of("trainer", "rollout-0", mode=mode, **MEMBERS, **PATIENT) as parts:
         session, members, started = parts
         await session.publish(partial(int, 0))
-        served = await members["rollout-0"].serves()
+        served_version = await members["rollout-0"].serves()
         late = started.start("rollout-1")
         await late.started()
         async with session.trainer_lock:  # held while the trainer changes its weights
             assert await session.admit([late.worker()])
             report = await session.publish(partial(int, 0))
         assert report.receivers == ("rollout-0", "rollout-1")
-        assert await late.serves() == served
+        assert await late.serves() == served_version
         assert (await session.publish(partial(int, 1))).lost == ()
         assert await late.serves_version(1)
 
@@ -127,7 +127,7 @@ async def test_a_version_of_an_earlier_session_is_kept_for_joining_rollouts():
     async with session_of("trainer", "rollout-0", **MEMBERS, **PATIENT) as parts:
         session, members, started = parts
         await session.publish(partial(int, 0))
-        served = await members["rollout-0"].serves()
+        served_version = await members["rollout-0"].serves()
         again = await open_session(members, attempt=2, **PATIENT)
         await again.retain_copy(0)
         late = started.start("rollout-1")
@@ -135,7 +135,7 @@ async def test_a_version_of_an_earlier_session_is_kept_for_joining_rollouts():
         async with again.trainer_lock:
             assert await again.admit([late.worker()])
             await again.publish(partial(int, 0))
-        assert await late.serves() == served
+        assert await late.serves() == served_version
         await again.close()
 
 
@@ -170,13 +170,13 @@ async def test_a_rollout_without_a_nearer_peer_gets_its_weights_from_the_trainer
     async with session_of("trainer", "rollout-0", hosts=hosts, **MEMBERS, **PATIENT) as parts:
         session, members, started = parts
         await session.publish(partial(int, 0))
-        served = await members["rollout-0"].serves()
+        served_version = await members["rollout-0"].serves()
         late = started.start("rollout-1")
         await late.started()
         assert await session.admit([late.worker("far" if hosts else "host")])
         assert await session.send_from_peers(["rollout-1"]) == []
         await session.publish(partial(int, 0))
-        assert await late.serves() == served
+        assert await late.serves() == served_version
 
 
 async def test_engines_that_hold_no_copy_of_what_came_leave_it_to_the_trainer():
@@ -196,14 +196,14 @@ async def test_the_trainer_sends_when_a_peer_is_lost(how, moment):
     options = {**MEMBERS, **PATIENT, "falls": falls, "hosts": FAR}
     async with session_of("trainer", "rollout-0", **options) as (session, members, started):
         await session.publish(partial(int, 0))
-        served = await members["rollout-0"].serves()
+        served_version = await members["rollout-0"].serves()
         if moment == "before":
             members["rollout-0"].send_signal(how)
         late = started.start("rollout-1")
         assert not await joined_from_peer(session, late)
         report = await session.publish(partial(int, 0))
         assert (report.receivers, report.lost) == (("rollout-1",), ("rollout-0",))
-        assert await late.serves() == served
+        assert await late.serves() == served_version
 
 
 @SLOW_IF_STOPPED
@@ -225,7 +225,7 @@ async def test_the_others_continue_after_the_loss_of_a_joining_rollout(how, mome
     async with session_of("trainer", "rollout-0", **MEMBERS, **PATIENT) as parts:
         session, members, started = parts
         await session.publish(partial(int, 0))
-        served = await members["rollout-0"].serves()
+        served_version = await members["rollout-0"].serves()
         fall = {
             "before": None,
             "transfer": Fall(how, bucket=NUM_BUCKETS // 2),
@@ -238,7 +238,7 @@ async def test_the_others_continue_after_the_loss_of_a_joining_rollout(how, mome
             late.send_signal(how)
         report = await session.publish(partial(int, 0))
         assert (report.receivers, report.lost) == (("rollout-0",), ("rollout-1",))
-        assert await members["rollout-0"].serves() == served
+        assert await members["rollout-0"].serves() == served_version
         assert (await session.publish(partial(int, 1))).lost == ()
 
 
@@ -268,8 +268,8 @@ async def test_members_that_share_a_gpu_take_weights_by_handle(caplog):
         ]
         for version in range(2):
             assert (await session.publish(partial(int, version))).lost == ()
-            served = {await members[name].serves() for name in names[1:]}
-            assert len(served) == 1
+            served_versions = {await members[name].serves() for name in names[1:]}
+            assert len(served_versions) == 1
 
 
 async def test_where_nothing_can_be_opened_weights_go_through_host_memory(caplog):

@@ -199,11 +199,11 @@ def test_code_of_the_user_that_ends_its_process_is_named(tmp_path, log_format, e
         code = subprocess.run(
             [sys.executable, "-c", program], stderr=output, check=False
         ).returncode
-    lost = WorkerExit(
+    worker_exit = WorkerExit(
         run_id="r", worker_id="trainer-0", code=code, last_lines=last_lines(log), log=str(log)
     )
     status = f"with exit code {code}" if code >= 0 else f"with signal {-code}"
-    assert lost.report() == (
+    assert worker_exit.report() == (
         f"trainer-0 exited {status} while it ran '{file}:f', which must not end the process (log: {log})"
     )
 
@@ -216,8 +216,8 @@ def test_code_of_the_user_that_has_ended_is_not_blamed():
             "trainer trainer-0/0 10:00:02 INFO    serving",
         ]
     )
-    lost = WorkerExit(run_id="r", worker_id="trainer-0", code=3, last_lines=log)
-    assert "/l.py" not in lost.report().splitlines()[0]
+    worker_exit = WorkerExit(run_id="r", worker_id="trainer-0", code=3, last_lines=log)
+    assert "/l.py" not in worker_exit.report().splitlines()[0]
 
 
 def _log_of_a_crash(tmp_path, body: str) -> tuple[int, str]:
@@ -231,8 +231,8 @@ def _log_of_a_crash(tmp_path, body: str) -> tuple[int, str]:
         "for _ in range(30): threading.Thread(target=time.sleep, args=(30,), daemon=True).start()\n"
         "native.crash()\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
-    return ended.returncode, ended.stderr.decode()
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    return process.returncode, process.stderr.decode()
 
 
 def test_a_crash_of_native_code_is_named_with_its_line(tmp_path):
@@ -254,7 +254,7 @@ def test_the_words_of_a_library_that_aborts_are_its_cause(tmp_path):
     [(-9, 1, True), (-9, 0, False), (1, 1, False), (-15, 1, False)],
 )
 def test_a_kill_while_memory_was_short_says_so(code, num_kills, is_named):
-    lost = WorkerExit(
+    worker_exit = WorkerExit(
         run_id="r",
         worker_id="trainer-0",
         code=code,
@@ -262,4 +262,4 @@ def test_a_kill_while_memory_was_short_says_so(code, num_kills, is_named):
         log="/l",
         num_oom_kills=num_kills,
     )
-    assert ("memory was short" in lost.report()) is is_named
+    assert ("memory was short" in worker_exit.report()) is is_named

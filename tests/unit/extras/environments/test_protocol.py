@@ -264,14 +264,14 @@ async def test_a_deeply_nested_answer_is_rejected() -> None:
 )
 def test_a_host_that_cannot_start_ends_with_an_error_status(tmp_path, options, status, named):
     command = [sys.executable, "-m", "services.extras.environments.host"]
-    ended = subprocess.run(
+    process = subprocess.run(
         [*command, *(option.format(place=tmp_path) for option in options)],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert ended.returncode == status
-    assert named in ended.stdout + ended.stderr
+    assert process.returncode == status
+    assert named in process.stdout + process.stderr
 
 
 def test_an_answer_may_have_numbers_of_numpy() -> None:

@@ -202,8 +202,8 @@ async def test_the_end_of_a_rollout_that_has_joined_is_that_of_any_other():
         case.ask(2)
         while not case.run.joined:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=1, last_lines="no GPU")
-        assert not case.resizing.handles_exit(ended)
+        worker_exit = WorkerExit(run_id=RUN, worker_id="rollout-1", code=1, last_lines="no GPU")
+        assert not case.resizing.handles_exit(worker_exit)
         watching.cancel()
 
 
@@ -324,8 +324,8 @@ async def test_rollouts_that_were_about_to_leave_when_the_loop_was_left_are_ende
 
 async def test_a_rollout_that_ends_while_it_leaves_is_no_loss():
     case = Case()
-    ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=-9, last_lines="")
-    assert case.resizing.handles_exit(ended)
+    worker_exit = WorkerExit(run_id=RUN, worker_id="rollout-1", code=-9, last_lines="")
+    assert case.resizing.handles_exit(worker_exit)
 
 
 async def test_new_rollouts_that_an_earlier_controller_was_asked_for_are_not_waited_for():
@@ -338,8 +338,8 @@ async def test_new_rollouts_that_an_earlier_controller_was_asked_for_are_not_wai
         watching = tasks.create_task(case.watch())
         while not case.launcher.started:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=1, last_lines="no GPU")
-        assert case.resizing.handles_exit(ended)
+        worker_exit = WorkerExit(run_id=RUN, worker_id="rollout-1", code=1, last_lines="no GPU")
+        assert case.resizing.handles_exit(worker_exit)
         await case.wait_for_event("ResizeFailed")
         watching.cancel()
     assert case.spec.now.rollout.replicas == 1
@@ -432,8 +432,8 @@ async def test_a_rollout_that_ended_while_the_loop_was_left_is_not_taken_for_loa
     case.launcher.waiting = {"rollout-1"}
     case.enter()
     await case.register(1)
-    ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=-9, last_lines="")
-    assert case.resizing.handles_exit(ended)
+    worker_exit = WorkerExit(run_id=RUN, worker_id="rollout-1", code=-9, last_lines="")
+    assert case.resizing.handles_exit(worker_exit)
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(case.watch())
         while not case.launcher.started:  # noqa: ASYNC110
@@ -470,8 +470,8 @@ async def test_a_run_keeps_its_size_when_new_rollouts_do_not_come_up(refuses):
         case.ask(2)
         while not refuses and not case.launcher.started:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=1, last_lines="no GPU")
-        assert refuses or case.resizing.handles_exit(ended)
+        worker_exit = WorkerExit(run_id=RUN, worker_id="rollout-1", code=1, last_lines="no GPU")
+        assert refuses or case.resizing.handles_exit(worker_exit)
         while not case.launcher.ended:  # noqa: ASYNC110
             await asyncio.sleep(0)
         watching.cancel()
@@ -481,8 +481,8 @@ async def test_a_run_keeps_its_size_when_new_rollouts_do_not_come_up(refuses):
 
 
 async def test_the_end_of_a_rollout_that_the_run_needs_is_not_taken():
-    ended = WorkerExit(run_id=RUN, worker_id="rollout-0", code=1, last_lines="")
-    assert not Case().resizing.handles_exit(ended)
+    worker_exit = WorkerExit(run_id=RUN, worker_id="rollout-0", code=1, last_lines="")
+    assert not Case().resizing.handles_exit(worker_exit)
 
 
 async def test_rollouts_leave_a_drained_host_while_others_generate_and_are_replaced():
