@@ -97,10 +97,10 @@ def _joined_and_left(folder: Path, settings: list[str], *, spec: Path) -> dict[s
             trained(_STEPS)
             leaves = time.time()
             _resize(client, run.id, 1)
-            until(lambda: _told(run, "Resized") == 2, "smaller run", timeout_s=_JOIN_S)
+            until(lambda: _num_events(run, "Resized") == 2, "smaller run", timeout_s=_JOIN_S)
             end = time.time()
             trained(_STEPS)
-            lost_workers = _told(run, "WorkerLost")
+            lost_workers = _num_events(run, "WorkerLost")
         return {
             **watch.moments.facts(since=began),
             "leaving_s": round(end - leaves, 2),
@@ -199,7 +199,7 @@ def _resize(client: Client, run_id: str, replicas: int) -> None:
         return
 
 
-def _told(run: Run, kind: str) -> int:
+def _num_events(run: Run, kind: str) -> int:
     return sum(1 for _ in run.events(kind))
 
 

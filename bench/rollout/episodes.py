@@ -85,7 +85,9 @@ async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
         # The turns of an episode are known only at its end.
         await asyncio.sleep(load.turns * load.sleep_s[1] / 2)
     turns = [turn for turn in episodes.turns if begin <= turn.sent < end]
-    herd = [turn.received for turn in episodes.turns if turn.is_first and turn.sent < began + 1]
+    first_turns_s = [
+        turn.received for turn in episodes.turns if turn.is_first and turn.sent < began + 1
+    ]
     num_turns = sum(begin <= t[0] < end for spans in episodes.engine.spans.values() for t in spans)
     num_turns += sum(begin <= turn.begun < end for turn in episodes.turns)
     return {
@@ -104,7 +106,7 @@ async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
         },
         "engine_idle_ratio": round(idle / seconds, 4),
         "engine_idle_though_asked_ratio": round(idle_though_asked(turns) / seconds, 4),
-        "all_at_once_s": round(max(herd, default=began) - began, 2),
+        "all_at_once_s": round(max(first_turns_s, default=began) - began, 2),
         "failed": len(episodes.failed),
         "why": sorted(set(episodes.failed))[:3],
     }

@@ -212,7 +212,7 @@ async def measure_end(
     """Measures three runs before and after the fourth one, a process, is deleted or killed."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_run_until_told, args=(servers, theirs), daemon=True)
+    process = context.Process(target=_run_until_stopped, args=(servers, theirs), daemon=True)
     process.start()
     try:
         async with AsyncExitStack() as stack, TaskGroup() as tasks:
@@ -240,7 +240,7 @@ async def measure_end(
     return {"before": before, "after": after}
 
 
-def _run_until_told(servers: Mapping[str, Any], line: Connection) -> None:
+def _run_until_stopped(servers: Mapping[str, Any], line: Connection) -> None:
     """Keeps a run's requests at the server until the other end of a pipe says otherwise."""
 
     async def keep() -> None:

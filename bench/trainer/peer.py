@@ -226,15 +226,15 @@ class _OurStep:
     ) -> None:
         engine = FsdpEngine(policy, spec=spec, topology=topology)
         self._runner = StepRunner(engine, reference=None, spec=spec)
-        heard: list[tuple[Samples, Tensor]] = []
+        trained_batches: list[tuple[Samples, Tensor]] = []
         # Not a method, so that the runner and its moments are freed with this step.
-        self._runner.on_trained = lambda batch, logprobs: heard.append((batch, logprobs))
+        self._runner.on_trained = lambda batch, logprobs: trained_batches.append((batch, logprobs))
         self._spec = spec
         self._ranks = topology.data
         self._cost = cost
         self._samples = samples
         self._facts = facts
-        self._heard = heard
+        self._trained_batches = trained_batches
         self.num_micro_batches = self.num_divided = 0
 
     def advantages(self) -> Tensor:
@@ -268,10 +268,10 @@ class _OurStep:
 
     def run(self) -> tuple[float, float]:
         """Trains the samples once; returns the loss and the norm of the gradients."""
-        self._heard.clear()
+        self._trained_batches.clear()
         samples, plan = self.plan()
         metrics = self._runner.run(1, samples, self._facts, plan).metrics
-        self.num_micro_batches = len(self._heard)
+        self.num_micro_batches = len(self._trained_batches)
         self.num_divided = int(metrics["divided_micro_batches"])
         return metrics["loss"], metrics["grad_norm"]
 
@@ -293,7 +293,7 @@ class _OurStep:
     def logprobs(self) -> Tensor:
         """Returns ``[R]`` the logprobs of the last step, before its update, in the order of the samples."""
         logprobs_of_row: dict[int, Tensor] = {}
-        for batch, logprobs in self._heard:
+        for batch, logprobs in self._trained_batches:
             row_logprobs = logprobs.cpu().split(batch.responses.lengths.tolist())
             logprobs_of_row |= dict(zip(batch.rows.tolist(), row_logprobs, strict=True))
         return torch.cat([logprobs_of_row[row] for row in sorted(logprobs_of_row)])

@@ -103,7 +103,7 @@ class TrlStep:
             _metrics={"train": defaultdict(list)},
             **dict.fromkeys(_COUNTERS, 0.0),
         )
-        self._heard: list[tuple[Batch, Tensor]] = []
+        self._trained_batches: list[tuple[Batch, Tensor]] = []
 
     def packed(self) -> list[Batch]:
         """Plans and packs the micro-batches on the CPU."""
@@ -135,7 +135,7 @@ class TrlStep:
         Returns:
             Loss and norm of the gradients.
         """
-        self._heard, losses = [], []
+        self._trained_batches, losses = [], []
         for batch in self.packed() if batches is None else batches:
             inputs = {name: values.to(self._device) for name, values in batch.inputs.items()}
             forward = partial(self._forward, batch)
@@ -150,7 +150,7 @@ class TrlStep:
     def logprobs(self) -> Tensor:
         """Returns ``[R]`` the logprobs of the last step, before its update, in the order of the samples."""
         logprobs_of_row: dict[int, Tensor] = {}
-        for batch, values in self._heard:
+        for batch, values in self._trained_batches:
             terms = values.cpu()[batch.inputs["token_index"].flatten()]
             owners = batch.inputs["segment_id"].flatten()
             for index, number in enumerate(batch.numbers):
@@ -159,7 +159,7 @@ class TrlStep:
 
     def _forward(self, batch: Batch, **inputs: Any) -> Any:
         outputs = self._model(**inputs)
-        self._heard.append((batch, outputs.log_probs.detach().flatten()))
+        self._trained_batches.append((batch, outputs.log_probs.detach().flatten()))
         return outputs
 
 

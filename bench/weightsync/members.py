@@ -95,7 +95,7 @@ def run_trainer_rank(rank: int, options: Any, controller: str, port: int, member
     weights = WeightExport(policy, dtype=getattr(torch, options.dtype), senders=options.senders)
     command_group = CommandGroup(options.trainers)
     threading.Thread(
-        target=_step_when_told,
+        target=_step_on_request,
         args=(policy, weights, command_group, rank, options, store),
         daemon=True,
     ).start()
@@ -176,7 +176,7 @@ async def _decode_on(engine: TorchEngine, name: str) -> None:
         )
 
 
-def _step_when_told(
+def _step_on_request(
     policy: Policy,
     weights: WeightExport,
     command_group: CommandGroup,

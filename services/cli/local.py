@@ -112,7 +112,7 @@ class _Service:
     ready_file: Path
     settings: dict[str, str]
     num_restarts: int = 0
-    told_at: float = -math.inf
+    reported_at: float = -math.inf
     """Time of the last message about a restart."""
     prepared: PreparedProcess | None = None
     """Process for the first start, which has begun its imports."""
@@ -169,8 +169,8 @@ class LocalServices:
             if service.num_restarts >= self.max_restarts:
                 raise _exited(service)
             service.num_restarts += 1
-            if time.monotonic() >= service.told_at + REPEAT_EVERY_S:
-                service.told_at = time.monotonic()
+            if time.monotonic() >= service.reported_at + REPEAT_EVERY_S:
+                service.reported_at = time.monotonic()
                 code = service.process.returncode
                 print_line(
                     errors,

@@ -30,9 +30,9 @@ def _wait_for_the_others(folder: Path, meeting: Path, name: str, count: int) -> 
     return {"name": name, "is_empty": not list(folder.iterdir())}
 
 
-def _fail(folder: Path, *, is_told: bool) -> dict[str, object]:
+def _fail(folder: Path, *, is_reported: bool) -> dict[str, object]:
     folder.joinpath("log").write_text("the cause")
-    if is_told:
+    if is_reported:
         return {"failure": "AssertionError: a prompt trained twice", "wrong": "data"}
     raise KeyError("a process that has ended")
 
@@ -83,12 +83,12 @@ def test_tasks_run_side_by_side_in_folders_of_their_own(tmp_path):
     assert results == {name: {"name": name, "is_empty": True} for name in names}
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_the_files_of_a_failed_task_are_kept(tmp_path, is_told):
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_the_files_of_a_failed_task_are_kept(tmp_path, is_reported):
     keep = tmp_path / "kept"
-    tasks = iter([("only", partial(_fail, is_told=is_told))])
+    tasks = iter([("only", partial(_fail, is_reported=is_reported))])
     ((_, result),) = side_by_side(tasks, 1, keep)
-    assert result["wrong"] == ("data" if is_told else "suite")
+    assert result["wrong"] == ("data" if is_reported else "suite")
     assert (keep / result["files"] / "log").read_text() == "the cause"
 
 

@@ -156,15 +156,15 @@ class FakeRLRuns:
         metadata = body["metadata"]
         metadata["resourceVersion"] = str(next(self._versions))
         self._objects[metadata["namespace"], metadata["name"]] = body
-        self._tell(kind, body)
+        self._notify(kind, body)
 
     def _collect(self, body: dict[str, Any]) -> None:
         metadata = body["metadata"]
         if "deletionTimestamp" in metadata and not metadata.get("finalizers"):
             del self._objects[metadata["namespace"], metadata["name"]]
-            self._tell("DELETED", body)
+            self._notify("DELETED", body)
 
-    def _tell(self, kind: str, body: dict[str, Any]) -> None:
+    def _notify(self, kind: str, body: dict[str, Any]) -> None:
         for namespace, events in self._watches:
             if namespace == body["metadata"]["namespace"]:
                 events.put({"type": kind, "object": copy.deepcopy(body)})

@@ -21,10 +21,10 @@ class Member:
     def __init__(self, name, options):
         self.name = name
         self.port = 0
-        self._reports, telling = PROCESSES.Pipe(duplex=False)
-        self.process = PROCESSES.Process(target=run, args=(options, telling), daemon=True)
+        self._reports, sending_end = PROCESSES.Pipe(duplex=False)
+        self.process = PROCESSES.Process(target=run, args=(options, sending_end), daemon=True)
         self.process.start()
-        telling.close()
+        sending_end.close()
 
     def worker(self, host_id="host"):
         return Worker(
@@ -39,12 +39,12 @@ class Member:
 
     async def started(self):
         """Waits until the member can be called."""
-        _, port = await self._hear(90)
+        _, port = await self._read_report(90)
         self.port = int(port)
 
     async def serves(self, timeout_s=60):
         """Waits for the member's next report of an adoption; returns its version and digest."""
-        line = await self._hear(timeout_s)
+        line = await self._read_report(timeout_s)
         assert line[0] == "serves", line
         return int(line[1]), line[2]
 
@@ -63,7 +63,7 @@ class Member:
         self.process.kill()
         self.process.join()
 
-    async def _hear(self, timeout_s):
+    async def _read_report(self, timeout_s):
         if not await asyncio.to_thread(self._reports.poll, timeout_s):
             raise TimeoutError(f"{self.name} reported nothing within {timeout_s} s")
         return self._reports.recv_bytes().decode().split()

@@ -64,5 +64,5 @@ def release(nodes: dict[str, Node], figures: dict[str, float]) -> Iterator[Runs]
             yield running
     finally:
         for node in nodes.values():
-            node.mend()
+            node.repair()
         shutil.rmtree(folder)

@@ -59,7 +59,7 @@ class Node:
         state = "on" if is_isolated else "off"
         _run("bridge", "-n", _SWITCH, "link", "set", "dev", self._port, "isolated", state)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Undoes :meth:`slow`, :meth:`cut` and :meth:`isolate`."""
         _run("ip", "-n", _SWITCH, "link", "set", self._port, "master", "switch")
         self.isolate(False)

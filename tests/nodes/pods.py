@@ -277,7 +277,7 @@ class Workers:
     def bring_back(self, node: Node) -> None:
         """Starts a lost node and its pods."""
         with self._lock:
-            node.mend()
+            node.repair()
             self._lost.remove(node)
             for pod in self._on(node):
                 pod.start()

@@ -39,13 +39,13 @@ def test_whole_slow_and_flapping_links_lose_no_worker(
             assert min(seconds) > 1.0
             assert run.lost() == []
             release.figures[f"transfer_s_with_slow_{name}"] = _median(seconds)
-            nodes[name].mend()
+            nodes[name].repair()
         for _ in range(_FLAPS):
             for name in ("rollout", "trainer1"):
                 nodes[name].cut()
             time.sleep(1.0)
             for name in ("rollout", "trainer1"):
-                nodes[name].mend()
+                nodes[name].repair()
             time.sleep(3.0)
         facts = run.finish()
         assert run.lost() == []
@@ -97,7 +97,7 @@ def test_a_cut_link_is_reported_with_its_end_and_the_run_recovers_when_it_is_bac
             cause = run.until_lost(before + 1, timeout_s=cut.deadline_s + _BUSY_S)
             release.figures[f"noticed_s_{name}"] = _since(begin)
             assert any(text in cause for text in cut.says), f"{name}: {cause}"
-            _mend(nodes)
+            _repair(nodes)
             begin = time.monotonic()
             run.train(1)
             release.figures[f"recovered_s_{name}"] = _since(begin)
@@ -114,7 +114,7 @@ def test_a_rollout_that_reaches_all_but_the_transferqueue_is_reported_and_the_ot
             queue.isolate()
             nodes["rollout"].isolate()
             time.sleep(5.0)
-            _mend(nodes)
+            _repair(nodes)
             time.sleep(3.0)
         assert run.events("RolloutCutOff") == []
 
@@ -130,7 +130,7 @@ def test_a_rollout_that_reaches_all_but_the_transferqueue_is_reported_and_the_ot
 
         nodes["rollout1"].isolate()
         _until_events(run, "RolloutCutOff", 2, timeout_s=_UNREACHABLE_S + _BUSY_S)
-        _mend(nodes)
+        _repair(nodes)
         begin = time.monotonic()
         _until_events(run, "RolloutReconnected", 2, timeout_s=_BUSY_S)
         run.train(2)
@@ -154,7 +154,7 @@ def test_a_trainer_that_reaches_all_but_the_transferqueue_is_reported_and_goes_o
             assert "transferqueue.train.svc:50051" in cause
             time.sleep(_UNREACHABLE_S)
             assert len(run.lost()) == number, "the run waits"
-            _mend(nodes)
+            _repair(nodes)
             begin = time.monotonic()
             run.train(2)
             release.figures[f"recovered_s_{name}_from_transferqueue"] = _since(begin)
@@ -181,9 +181,9 @@ def _since(begin: float) -> float:
     return round(time.monotonic() - begin, 1)
 
 
-def _mend(nodes: dict[str, Node]) -> None:
+def _repair(nodes: dict[str, Node]) -> None:
     for node in nodes.values():
-        node.mend()
+        node.repair()
 
 
 def _median(values: list[float]) -> float:

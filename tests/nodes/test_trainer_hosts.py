@@ -44,7 +44,7 @@ def test_a_trainer_on_two_hosts_names_what_it_lost_and_continues_from_its_checkp
         host.slow(_SLOW)
         run.train(2)
         assert run.lost() == [], "a slow link loses nobody"
-        host.mend()
+        host.repair()
 
         nodes["trainer0"].isolate()
         host.isolate()

@@ -125,11 +125,11 @@ def validate_spec(document: Mapping[str, Any]) -> ValidationResult:
                 if is_null_key and not is_required(_name_of(loc)):
                     null_problems[_key(loc)] = problems[-1]
             wrong |= {*map(_key, by_place)}
-            num_mended = sum(
+            num_repaired = sum(
                 _repair(repaired, loc, has_stand_in=_key(loc) not in null_problems)
                 for loc in by_place
             )
-            if num_mended < max(len(by_place), 1):
+            if num_repaired < max(len(by_place), 1):
                 break
         else:
             result = ValidationResult(spec, (), frozenset(wrong - null_problems.keys()))

@@ -152,13 +152,16 @@ class Environments:
         session, observation = await self._timed("begin", beginning)
         seen_so_far = [observation]
         try:
-            talk = (
+            conversation = (
                 _Chat(episode, self._max_turn_tokens, self._history)
                 if self._is_chat
                 else _Text(episode, self._max_turn_tokens)
             )
             for _ in range(self._max_turns):
-                if observation.is_done or (answer := await talk.answer(observation)) is None:
+                if (
+                    observation.is_done
+                    or (answer := await conversation.answer(observation)) is None
+                ):
                     break
                 observation = await self._timed("step", session.step(answer))
                 seen_so_far.append(observation)

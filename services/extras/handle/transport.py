@@ -309,7 +309,7 @@ class SharedBufferGroup:
             if len(self._parts) == _MAX_PARTS:
                 # If neither end reads, both wait for space in their sockets.
                 self._await_copies()
-            self._tell(_PART.pack(_PART_MAGIC, begin, len(flat)) + handle.encode())
+            self._send_message(_PART.pack(_PART_MAGIC, begin, len(flat)) + handle.encode())
             self._parts.append(len(flat))
             return
         chunks = flat.split(len(self._halves[0]))
@@ -355,7 +355,7 @@ class SharedBufferGroup:
         if self._parts:
             _settle(self._halves[0])
         while self._parts:
-            self._tell(_MESSAGE.pack(_COPIED, self._parts.popleft()))
+            self._send_message(_MESSAGE.pack(_COPIED, self._parts.popleft()))
 
     def _await_copies(self) -> None:
         """Waits until all other ends have copied all announced parts."""
@@ -369,9 +369,9 @@ class SharedBufferGroup:
 
     def _notify(self, number: int, chunk: Tensor) -> None:
         """Notifies the other ends: a source wrote the chunk to the buffer; a receiver has copied it."""
-        self._tell(_MESSAGE.pack(number, len(chunk)))
+        self._send_message(_MESSAGE.pack(number, len(chunk)))
 
-    def _tell(self, message: bytes) -> None:
+    def _send_message(self, message: bytes) -> None:
         for line in self._lines:
             line.sendall(message)
 

@@ -487,8 +487,8 @@ class _Mirror:
             f"{RESUBMIT}={self.run_id} --overwrite"
         )
         old_condition = _condition(self._status, "Failed")
-        is_told = old_condition.get("reason") == _LOST
-        since = old_condition["lastTransitionTime"] if is_told else _time(time.time())
+        is_reported = old_condition.get("reason") == _LOST
+        since = old_condition["lastTransitionTime"] if is_reported else _time(time.time())
         other_conditions = [
             condition
             for condition in self._status.get("conditions", ())

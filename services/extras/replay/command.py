@@ -53,13 +53,13 @@ def record_folder(run: RunView, state_directory: Path) -> Path:
     if not is_url(directory) or has_all_steps(folder, run.step):
         return folder
     try:
-        stored_record = fetch(join_url(directory, FOLDER), "record", report=_told)
+        stored_record = fetch(join_url(directory, FOLDER), "record", report=_print_progress)
     except NotFoundError:  # nothing was uploaded yet
         return folder
     return joined_record(stored_record, folder)
 
 
-def _told(line: str) -> None:
+def _print_progress(line: str) -> None:
     if line:
         print_line(errors, line)
 

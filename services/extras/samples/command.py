@@ -180,7 +180,10 @@ class Reader:
         """Shows samples of an object store, which are downloaded to a file first."""
         with tempfile.TemporaryDirectory(prefix="slipstream-samples-") as folder:
             path = Path(folder) / "samples.db"
-            with _told(without_secrets(url)), suppress(*([NotFoundError] if may_be_empty else [])):
+            with (
+                _failing_as(without_secrets(url)),
+                suppress(*([NotFoundError] if may_be_empty else [])),
+            ):
                 open_samples(url.rstrip("/")).restore(path)
             return self.read_file(path)
 
@@ -215,7 +218,7 @@ def _written(export: str | None, *, as_json: bool) -> Iterator[Show]:
 def _uploaded(url: str) -> Iterator[Show]:
     """Yields a function that collects samples, which become one object at the end; none after an error."""
     parent, _, name = url.rpartition("/")
-    with _told(f"--export {without_secrets(url)}"):
+    with _failing_as(f"--export {without_secrets(url)}"):
         if problem := url_problem(url):
             raise FailedPreconditionError(problem)
         if not name or parent.endswith("/"):
@@ -226,7 +229,7 @@ def _uploaded(url: str) -> Iterator[Show]:
     with tempfile.TemporaryFile("w+b") as file:
         yield lambda sample: _append(file, sample)
         file.flush()
-        with _told(f"--export {without_secrets(url)}"), _mapped(file) as content:
+        with _failing_as(f"--export {without_secrets(url)}"), _mapped(file) as content:
             folder.put(name, content)
 
 
@@ -244,11 +247,11 @@ def _mapped(file: BinaryIO) -> Iterator[memoryview]:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _failing_as(subject: str) -> Iterator[None]:
     try:
         yield
     except ServiceError as error:
-        fail(f"{what}: {error.message}")
+        fail(f"{subject}: {error.message}")
         raise typer.Exit(1) from error
 
 

@@ -198,9 +198,9 @@ class PromptStore:
         turns = "last" if is_sampled else data.demonstration.turns
         try:
             count = 1 if is_sampled else self._num_demonstrations
-            talks = conversations_of(row, data, spec, origin, count=count)
+            chats = conversations_of(row, data, spec, origin, count=count)
             tools = self._tools(row, origin)
-            every = [self._shown(messages, tools, turns) for messages in talks]
+            every = [self._shown(messages, tools, turns) for messages in chats]
         except ValueError as error:
             raise refused_prompt("prompt_malformed", f"{origin}: {error}") from error
         if len({demonstration.prompt_ids for demonstration in every}) > 1:
@@ -209,7 +209,7 @@ class PromptStore:
                 f"the answers in {origin} follow different prompts, so they cannot be compared; correct the "
                 "conversations, or set data.demonstration.turns to 'last'",
             )
-        messages, first_demonstration = talks[0], every[0]
+        messages, first_demonstration = chats[0], every[0]
         self._check_length(first_demonstration.prompt_ids, origin)
         return Prompt(
             token_ids=first_demonstration.prompt_ids,
@@ -354,15 +354,15 @@ def conversations_of(
     """
     keys = {"answer_column": data.answer_column_of(spec), "rejected_column": data.rejected_column}
     columns = list(keys.items())[:count]
-    talks = [
+    chats = [
         _conversation_of(row, data, spec, origin, column, is_only=count == 1) for column in columns
     ]
-    if count > 1 and talks[0] == talks[1]:
+    if count > 1 and chats[0] == chats[1]:
         raise ValueError(
             f"data.answer_column {columns[0][1]!r} and data.rejected_column {columns[1][1]!r} of {origin} "
             "have the same answer, so neither is preferred; remove the row"
         )
-    return talks
+    return chats
 
 
 def _conversation_of(

@@ -380,8 +380,8 @@ def check_supported(request: GenerationRequest, can: EngineCapabilities) -> None
     if request.stop_texts and not can.stop_texts:
         raise ValueError(f"engine {can.name!r} supports stop tokens only, not stop texts")
     check_inputs(request.model_inputs, can)
-    is_told = request.returns_mask and can.sampling_masks
-    if request.is_truncated and not (can.truncation or is_told):
+    reports_mask = request.returns_mask and can.sampling_masks
+    if request.is_truncated and not (can.truncation or reports_mask):
         raise ValueError(
             f"engine {can.name!r} cannot sample with top_p, top_k or min_p and report logprobs of the "
             "whole distribution; remove them or use another engine"

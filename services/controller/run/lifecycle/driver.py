@@ -327,7 +327,7 @@ class RunDriver:
         while True:
             leaving = self._drains.leaving()
             if leaving and not self._has_state(leaving):
-                await self._tell_drain()
+                await self._report_drain()
                 self._may_leave = leaving
                 return
             self._drains.changed.clear()
@@ -474,25 +474,25 @@ class RunDriver:
         """
         rollouts = set(self._rollouts())
         if entered.done() and leaving <= rollouts and rollouts - leaving:
-            await self._tell_drain()
+            await self._report_drain()
             self._sizing.move(leaving)
             return
         if self._has_state(leaving) and entered.result().step > 0:
             folder = self.spec.trainer.checkpoint.directory
             if why := await self._services.launcher.why_volatile(self._run_id, folder):
-                await self._tell_drain(
+                await self._report_drain(
                     "CheckpointsVolatile",
                     f"their checkpoints would be lost with them ({why}); pause or cancel the run to let the "
                     "drain end",
                 )
                 return
-        await self._tell_drain()
+        await self._report_drain()
         self._may_leave = leaving
         if self.spec.validation.only or not entered.done():
             raise HostDrainedError
         self._request_queue.pausing.set()
 
-    async def _tell_drain(self, obstacle: str = "", why: str = "") -> None:
+    async def _report_drain(self, obstacle: str = "", why: str = "") -> None:
         if (note := self._drains.note(obstacle=obstacle, why=why)) is not None:
             await self._journal.record_event(note)
 
@@ -508,7 +508,7 @@ class RunDriver:
             message = (
                 f"the checkpoint of step {pipeline.step} failed; it is tried again each minute"
             )
-            await self._tell_drain("CheckpointFailed", message)
+            await self._report_drain("CheckpointFailed", message)
             return {}
         if not leaving:
             return {}

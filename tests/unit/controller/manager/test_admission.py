@@ -286,14 +286,14 @@ async def test_a_run_that_is_admitted_while_the_controller_stops_is_stopped_with
 ):
     is_admitted, run = asyncio.Event(), database.run
 
-    async def slow_to_tell(work, *args, **kwargs):
+    async def slow_result(work, *args, **kwargs):
         done = await run(work, *args, **kwargs)
         if work is admit:
             is_admitted.set()
             await asyncio.sleep(0.1)
         return done
 
-    monkeypatch.setattr(database, "run", slow_to_tell)
+    monkeypatch.setattr(database, "run", slow_result)
     async with (
         asyncio.timeout(20),
         open_manager(database) as manager,

@@ -142,9 +142,9 @@ def test_tokens_from_before_a_new_beginning_are_fenced_off_and_those_of_an_inter
     ledger.lease(group, "rollout-0", version=5, now=1.0)
     assert ledger.park_lost(group)
     assert (group.attempt, group.first_attempt, group.oldest_version) == (3, 1, 4)
-    for begin_anew in (ledger.requeue, lambda group: ledger.retry(group, "reward_error")):
+    for begin_again in (ledger.requeue, lambda group: ledger.retry(group, "reward_error")):
         ledger.lease(group, "rollout-0", version=6, now=2.0)
-        begin_anew(group)
+        begin_again(group)
         assert group.first_attempt == group.attempt
         assert (group.oldest_version, group.num_tokens) == (-1, 0)
 

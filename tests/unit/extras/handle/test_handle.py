@@ -163,13 +163,13 @@ async def test_a_receiver_that_is_faster_than_its_source_does_not_stop_it():
         for work in works:
             work.wait()
 
-    tell = source._tell
+    send_message = source._send_message
 
     def slowly(message):
-        tell(message)
+        send_message(message)
         time.sleep(0.0005)
 
-    source._tell = slowly
+    source._send_message = slowly
     await asyncio.gather(
         asyncio.to_thread(transfer, source, arena.memory),
         asyncio.to_thread(transfer, receiver, received),

@@ -50,7 +50,7 @@ class Harness:
     """RolloutScales on a fake API, with a record of the sizes that they requested from runs."""
 
     def __init__(self, *, refuses: bool = False) -> None:
-        self.api, self.heard = FakeApi(), list[tuple[str, int]]()
+        self.api, self.requests = FakeApi(), list[tuple[str, int]]()
         self.refuses = refuses
         self.scales = RolloutScales(
             self.api,  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ class Harness:
         )
 
     async def _take(self, run_id: str, replicas: int) -> None:
-        self.heard.append((run_id, replicas))
+        self.requests.append((run_id, replicas))
         if self.refuses:
             raise AbortedError("the run has changed meanwhile")
 
@@ -91,7 +91,7 @@ async def test_a_run_shows_its_rollouts_and_how_to_find_their_pods() -> None:
     assert scale["status"]["selector"] == (
         "slipstream.dev/run=run_01,app.kubernetes.io/component=rollout"
     )
-    assert harness.heard == []
+    assert harness.requests == []
     await harness.scales.remove(RUN)
     await harness.scales.remove(RUN)
     assert harness.api.objects == {}
@@ -103,11 +103,11 @@ async def test_what_an_autoscaler_asks_for_reaches_the_run_once() -> None:
     harness.api.objects[NAME]["spec"]["replicas"] = 4
     await harness.see()
     await harness.see()
-    assert harness.heard == [(RUN, 4)]
+    assert harness.requests == [(RUN, 4)]
     await harness.scales.write_replicas(RUN, 4)
     await harness.see()
     assert harness.replicas() == (4, 4)
-    assert harness.heard == [(RUN, 4)]
+    assert harness.requests == [(RUN, 4)]
 
 
 async def test_a_later_wish_outlasts_the_change_under_way() -> None:
@@ -118,7 +118,7 @@ async def test_a_later_wish_outlasts_the_change_under_way() -> None:
         await harness.see()
     await harness.scales.write_replicas(RUN, 4)
     assert harness.replicas() == (6, 4)
-    assert harness.heard == [(RUN, 4), (RUN, 6)]
+    assert harness.requests == [(RUN, 4), (RUN, 6)]
 
 
 async def test_a_refused_wish_is_tried_again() -> None:
@@ -127,7 +127,7 @@ async def test_a_refused_wish_is_tried_again() -> None:
     harness.api.objects[NAME]["spec"]["replicas"] = 4
     await harness.see()
     await harness.see()
-    assert harness.heard == [(RUN, 4), (RUN, 4)]
+    assert harness.requests == [(RUN, 4), (RUN, 4)]
 
 
 async def test_a_change_of_the_run_itself_is_shown_and_not_undone() -> None:
@@ -136,7 +136,7 @@ async def test_a_change_of_the_run_itself_is_shown_and_not_undone() -> None:
     await harness.scales.write_replicas(RUN, 3)
     await harness.see()
     assert harness.replicas() == (3, 3)
-    assert harness.heard == []
+    assert harness.requests == []
 
 
 async def test_training_does_not_wait_for_an_api_in_trouble() -> None:

@@ -150,17 +150,17 @@ def test_a_download_waits_for_a_store_that_comes_back(
     url: str, tmp_path: Path, relay: Relay
 ) -> None:
     lines: list[str] = []
-    is_told = threading.Event()
+    is_reported = threading.Event()
 
     def report(line: str) -> None:
         lines.append(line)
         if "cannot be used" in line:
-            is_told.set()
+            is_reported.set()
 
     relay.set("refuse")
     with ThreadPoolExecutor(1) as pool:
         copy = pool.submit(fetch, url, "folder", cache=tmp_path, report=report)
-        assert is_told.wait(60)
+        assert is_reported.wait(60)
         relay.set("forward")
         assert files_of(copy.result(60)) == MODEL
 

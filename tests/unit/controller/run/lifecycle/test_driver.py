@@ -65,11 +65,11 @@ async def test_a_rollout_that_cannot_load_fails_a_run_at_its_first_start(
 
 
 @pytest.mark.parametrize(
-    ("state", "later", "is_heard"),
+    ("state", "later", "is_reported"),
     [("draining", "draining", True), ("loaded", "draining", True), ("loaded", "loaded", False)],
 )
 async def test_the_end_of_a_rollout_that_stores_its_work_is_waited_for(
-    database, workers, monkeypatch, state, later, is_heard
+    database, workers, monkeypatch, state, later, is_reported
 ):
     monkeypatch.setattr("services.controller.run.lifecycle.driver._EXIT_REPORT_S", 0.1)
     workers.may_train.clear()
@@ -87,7 +87,7 @@ async def test_the_end_of_a_rollout_that_stores_its_work_is_waited_for(
         (loss_event,) = await manager.feed.page(
             run_id, after_seq=0, only=EventFilter(types=("WorkerLost",))
         )
-        assert ("rollout-0 exited with exit code 1" in loss_event.message) is is_heard
+        assert ("rollout-0 exited with exit code 1" in loss_event.message) is is_reported
 
 
 @pytest.mark.parametrize("lost_worker", ["", "trainer-0", "rollout-1"])
