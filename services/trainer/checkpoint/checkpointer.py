@@ -8,6 +8,7 @@ With an object store, a published folder is then uploaded in the background, and
 store is downloaded before it is loaded.
 """
 
+import errno
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,9 +94,11 @@ class Checkpointer:
         try:
             return self._write(snapshot, keep_steps)
         except OSError as error:
+            fix = "free space there, or lower trainer.checkpoint.keep"
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS):
+                fix = "set trainer.checkpoint.directory to a folder that the trainer can write to"
             raise FailedPreconditionError(
-                f"step {snapshot.step} cannot be written to {self._root}: {error}; free space there, "
-                "or lower trainer.checkpoint.keep",
+                f"step {snapshot.step} cannot be written to {self._root}: {error}; {fix}",
                 step=snapshot.step,
             ) from error
         finally:

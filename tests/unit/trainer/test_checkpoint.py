@@ -1,10 +1,12 @@
 """Tests that checkpoints restore the exact state, are refused if damaged, and export to other libraries."""
 
 import errno
+import os
 import shutil
 from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -277,12 +279,34 @@ async def nothing() -> None:
     pass
 
 
-def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    _, rank, queue = _trained(tmp_path / "file" / "checkpoints")
-    with pytest.raises(FailedPreconditionError, match="free space there"):
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.ENOSPC, "free space there"),
+        (errno.EDQUOT, "free space there"),
+        (None, "free space there"),  # of a library that has its own text
+        (errno.EROFS, "a folder that the trainer can write to"),
+        (errno.EACCES, "a folder that the trainer can write to"),
+    ],
+)
+def test_a_folder_that_takes_no_checkpoint_is_reported_with_a_fix_and_training_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None, fix: str
+) -> None:
+    def fail(*_: Any) -> Path:
+        raise OSError("no space left") if number is None else OSError(number, os.strerror(number))
+
+    _, rank, queue = _trained(tmp_path / "checkpoints")
+    monkeypatch.setattr(rank.checkpointer, "_write", fail)
+    with pytest.raises(FailedPreconditionError, match=fix):
         rank.checkpointer.write(rank.snapshot(1))
     assert not rank.train(StepCommand(2, queue.meta)).skipped
+
+
+def test_a_checkpoint_below_a_file_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    _, rank, _ = _trained(tmp_path / "file" / "checkpoints")
+    with pytest.raises(FailedPreconditionError, match="a folder that the trainer can write to"):
+        rank.checkpointer.write(rank.snapshot(1))
 
 
 def test_too_many_skipped_steps_go_back_to_the_checkpoint_and_then_end_the_run(

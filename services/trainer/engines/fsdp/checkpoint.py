@@ -147,7 +147,11 @@ class ModelCheckpoint:
             except CheckpointException as error:
                 # The message omits the traces that torch adds for every rank.
                 causes = dict.fromkeys(str(inner) for inner, _ in error.failures.values())
-                raise OSError("; ".join(causes)) from error
+                failure = OSError("; ".join(causes))
+                failure.errno = next(
+                    (getattr(e, "errno", None) for e, _ in error.failures.values()), None
+                )
+                raise failure from error
 
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         return PendingSave(num_bytes, write, tensors)
