@@ -182,7 +182,11 @@ def asks_for(question: str, term: str) -> bool:
     """Returns True if a question asks for the value of a term, as in "Find 2x"."""
     spaced = r"\s*".join(map(re.escape, term))
     return bool(
-        re.search(rf"{_VALUE_OF}[\s$\\(]*{spaced}(?![\s$]*[\w+*/^=<>-])", question, re.IGNORECASE)
+        re.search(
+            rf"{_VALUE_OF}[\s$\\(]*{spaced}(?![\s$]*(?:[\d+*/^=<>-]|[A-Za-z](?![A-Za-z])))",
+            question,
+            re.IGNORECASE,
+        )
     )
 
 
@@ -334,7 +338,7 @@ _RESTATES: Final = re.compile(
     r"|inequality|of|quantity|completely|exactly)\s+)*(?::\s*)?",
     re.IGNORECASE,
 )
-_OPERATION: Final = re.compile(r"[+*/^!|<>]|(?<=\w)\s*-|\\[A-Za-z]+|\)\s*\(")
+_OPERATION: Final = re.compile(r"\d\s*[A-Za-z]|[+*/^!|<>]|(?<=\w)\s*-|\\[A-Za-z]+|\)\s*\(")
 _SIMPLE_FRACTION: Final = re.compile(
     r"\\[dt]?frac\s*(?:\{\s*(\w+)\s*\}\s*\{\s*(\w+)\s*\}|(\d)\s*(\d))"
 )

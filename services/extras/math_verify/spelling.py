@@ -152,7 +152,10 @@ _FUNCTION = re.compile(r"(?<![\\A-Za-z{])(ln|log|sin|cos|tan)(?=[\s(]*[\dA-Za-z\
 _FUNCTION_OF_LETTER = re.compile(r"\\(ln|log|sin|cos|tan|exp)\s+([A-Za-z])\s*(?=\\cdot|\*)")
 """Before a product, of which the library would take the rest as the argument, too."""
 _MIXED = re.compile(r"(\d)\s+(\d+)/(\d+)(?!\d)")
-_TIMES_FRACTION = re.compile(r"(?<![\w.^}\\])(\d+)\s*\((?=-?\d+\s*/\s*\d+\))")
+_TIMES_NUMBER = re.compile(
+    r"(?<![\w.^}\\])(\d+|\(-?\d+(?:\.\d+)?\))\s*\((?=-?\d+(?:\.\d+)?(?:\s*/\s*\d+)?\))"
+)
+"""Product with a number in brackets, which the library would read as a mixed number."""
 _ALL = re.compile(r"^\\text\w*\s*\{\s*all\b[^{}]*\}(?=.*(?:[<>]|\\[lg]e))")
 _ORDINAL = re.compile(
     r"(?<=\d)\s*\^?\s*\{?\s*(?:\\(?:text|mathrm)\s*\{)?\s*(?:st|nd|rd|th)\s*\}*\s*$"
@@ -743,7 +746,7 @@ def as_latex(answer: str) -> str:
     tidy = _FUNCTION_OF_LETTER.sub(r"\\\1(\2)", tidy)
     tidy = _POWER_OF_TEN.sub(r"\1\\times 10^{\2}", _ORDINAL.sub("", tidy))
     tidy = _MIXED.sub(r"\1\\frac{\2}{\3}", _ALL.sub("", tidy))
-    tidy = _TIMES_FRACTION.sub(r"\1\\cdot(", tidy)
+    tidy = _TIMES_NUMBER.sub(r"\1\\cdot(", tidy)
     if text_match := re.fullmatch(r"\\text\w*\s*\{([^{}]*\d[^{}]*)\}", tidy):
         tidy = text_match[1]
     tidy = _UNIT_IN_TEXT.sub("", tidy)
