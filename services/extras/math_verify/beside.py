@@ -133,7 +133,7 @@ def is_amount_of_money(prompt: str, expected: str, final: str) -> bool:
     asked_thing = asked.asked_by(prompt)
     if not is_money or asked_thing.is_money or question.asks_for_amount(prompt):
         return False
-    is_known = asked_thing.is_count or asked_thing.is_quantity
+    is_known = asked_thing.is_count or asked_thing.is_quantity or question.counts_things(prompt)
     return is_known or not question.has_money(prompt)
 
 

@@ -207,6 +207,11 @@ def asks_for_money(question: str) -> bool:
     return bool(is_asked) and not _COUNTS_THINGS.search(text)
 
 
+def counts_things(question: str) -> bool:
+    """Returns True if a question asks how many, and not how many dollars, even if it omits the noun."""
+    return bool(_COUNTS_THINGS.search(asked(question)))
+
+
 def asks_for_amount(question: str) -> bool:
     """Returns True if a question asks for an amount of money, perhaps beside other things."""
     return bool(_ASKS_FOR_MONEY.search(asked(question)))
