@@ -36,6 +36,8 @@ _CHARACTERS_PER_EXPECTED: Final = 6
 _MAX_DEPTH: Final = 16
 _MAX_SIGNS: Final = 12
 """Max number of equal signs such as ``^`` or ``!`` in a run of operators without an operand."""
+_MAX_BARS: Final = 8
+"""Max number of bars, each of which may open or close an absolute value."""
 _MAX_NODES: Final = 400
 _MAX_BITS: Final = 50_000
 _MAX_TERMS: Final = 2000
@@ -76,6 +78,7 @@ def is_flat(text: str, expected: str) -> bool:
         and (_POWERS.search(text) is None or _POWERS.search(expected) is not None)
         and (_OPERATORS.search(text) is None or _OPERATORS.search(expected) is not None)
         and _LARGE_BINOMIAL.search(text) is None
+        and text.count("|") <= max(_MAX_BARS, expected.count("|"))
     )
 
 

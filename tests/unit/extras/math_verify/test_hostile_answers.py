@@ -25,7 +25,12 @@ def short_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
             for sign in ("(", "{", "[", "\u00bd", "[1,", "\\frac{", "<answer>", "\\boxed{")
         ),
         *("9^{9^{9^9}}", "99999999!", "((10!)!)!", "\\binom{99999999}{4999999}"),
-        *("(1+\\frac{1}{10^{9}})^{10^{9}}", "(x+y+z)^{500}", "\\sum_{n=1}^{999999999} n"),
+        *(
+            "(1+\\frac{1}{10^{9}})^{10^{9}}",
+            "(x+y+z)^{500}",
+            "|1 cent " * 30,
+            "\\sum_{n=1}^{999999999} n",
+        ),
         "\\frac{x^3-1}{x^4-x+1}<\\frac{x}{x^2-2}",
     ],
     ids=lambda text: text[:12],
