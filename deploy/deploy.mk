@@ -35,11 +35,11 @@ test-cluster: cluster-tools ## Train on a real one-node cluster with the images 
 # Beside the other suite, which mostly waits, as building and importing images mostly reads and writes.
 test-runs: cluster-tools $(S3_SERVER)
 	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python)
-	CI=true $(BIN)/python -m pytest tests/cluster/test_readme.py tests/cluster/test_run.py tests/cluster/test_operations.py tests/cluster/test_object_storage.py tests/cluster/test_sandboxes.py -q -m cluster --durations=20
+	CI=true $(BIN)/python -m pytest tests/cluster/test_readme.py tests/cluster/test_run.py tests/cluster/test_operations.py tests/cluster/test_object_storage.py tests/cluster/test_fleets.py tests/cluster/test_sandboxes.py -q -m cluster --durations=20
 
 test-cluster-engines: test-control-plane ## Train with vLLM's CPU build on the cluster (ENGINES="vllm sglang" for both; 3 GB each)
 	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python) $(ENGINES)
-	CI=true $(BIN)/python -m pytest tests/cluster/test_engines.py -q -m cluster
+	CI=true $(BIN)/python -m pytest tests/cluster/test_engines.py tests/cluster/test_fleets.py -q -m cluster
 
 test-nodes: deploy-tools ## Train over several nodes with slow and cut links, in network namespaces; needs root, fifteen minutes
 	@[ "$$(id -u)" = 0 ] || { echo "network namespaces on this machine need root; try: sudo make test-nodes" >&2; exit 1; }

@@ -1,4 +1,7 @@
-"""Server of a fleet with Slipstream's own engine in the place of vLLM: ``python -m ... PORT SPECIFICATION``.
+"""Server of a fleet with Slipstream's own engine in the place of vLLM.
+
+``python -m tests.helpers.torch_server PORT SPECIFICATION TOKEN [ADDRESS]`` serves on loopback unless an
+address is given.
 
 It speaks vLLM's interface of token ids, as far as a fleet uses it, so that runs that attach to servers are
 tested where vLLM is not installed.
@@ -195,6 +198,7 @@ async def _health(request: Request) -> Response:
 def main() -> None:
     """Serves a specification's model with random weights until it is killed."""
     port, path, token = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    address = sys.argv[4] if len(sys.argv) > 4 else "127.0.0.1"
     spec = load_spec(path)
     config = load_config(spec.model, load_tokenizer(spec.model))
     engine = TorchEngine(build_model(config, dtype=torch.float32, device="cpu"), max_running=16)
@@ -214,7 +218,7 @@ def main() -> None:
     app.state.engine_client = EngineClient(engine, config)
     app.state.args = SimpleNamespace(api_key=[token], enable_scale_out=True)
     app.add_middleware(FleetMember)
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+    uvicorn.run(app, host=address, port=port, log_level="warning")
 
 
 if __name__ == "__main__":
