@@ -37,7 +37,7 @@ from services.common.models.loading import build_model
 from services.common.runspec.run import RunSpec
 from services.trainer.algorithm.logprobs import OutputHead, token_logprobs
 from services.trainer.batch.packing import pack
-from services.trainer.batch.sequences import Samples
+from services.trainer.batch.samples import Samples
 from services.trainer.batch.step_plan import Bounds, StepPlan, plan_step, shard_of
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import join_processes

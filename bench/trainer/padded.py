@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from bench.trainer.workload import Scale
 from services.common.runspec.trainer import OptimizerSpec
-from services.trainer.batch.sequences import Samples
+from services.trainer.batch.samples import Samples
 from services.trainer.engines.fsdp import optim
 
 

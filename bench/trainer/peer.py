@@ -34,7 +34,7 @@ from services.common.runspec.run import RunSpec
 from services.common.settings import set_defaults
 from services.trainer.batch import flash
 from services.trainer.batch.packing import Work
-from services.trainer.batch.sequences import BatchFacts, Samples, pack_samples
+from services.trainer.batch.samples import BatchFacts, Samples, pack_samples
 from services.trainer.batch.step_plan import StepPlan, plan_step, shard_of
 from services.trainer.engines.base import ModelFacts
 from services.trainer.engines.fsdp.engine import FsdpEngine

@@ -19,7 +19,7 @@ from bench.trainer.timing import peak_gib, reset_peak, timed
 from bench.trainer.workload import Scale, full_scale, smoke_scale, spec_of
 from services.common.models.loading import build_model
 from services.trainer.batch import flash
-from services.trainer.batch.sequences import BatchFacts, Samples
+from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.batch.step_plan import Bounds, plan_step, shard_of
 from services.trainer.engines.base import ModelFacts
 from services.trainer.engines.fsdp.compiling import compile_ahead

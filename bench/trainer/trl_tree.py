@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from services.common.runspec.trainer import OptimizerSpec
 from services.trainer.batch import flash
-from services.trainer.batch.sequences import Samples
+from services.trainer.batch.samples import Samples
 
 _LEAST_VERSION = "1.16"
 _takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 from services.common.models.configs import preset_config
 from services.common.models.loading import build_model
 from services.common.runspec.run import RunSpec
-from services.trainer.batch.sequences import BatchFacts, Samples
+from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.model.flops import active_weights, training_flops
 from services.wire.data.jagged import Jagged
 

@@ -20,7 +20,7 @@ from services.common.runspec.trainer import TrainerSpec
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.weights import WeightReceiver
-from services.trainer.batch.sequences import Samples
+from services.trainer.batch.samples import Samples
 from services.trainer.batch.step_plan import Bounds, StepPlan
 from services.trainer.engines.base import ModelFacts, WeightLayout
 from services.trainer.engines.fsdp.engine import score_tokens

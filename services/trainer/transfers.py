@@ -16,7 +16,7 @@ from services.common.errors import (
     ServiceError,
 )
 from services.common.fields import MODEL_INPUTS, TURN_INPUTS
-from services.trainer.batch.sequences import SampleInputs
+from services.trainer.batch.samples import SampleInputs
 from services.wire.batch import KVBatchMeta
 from services.wire.data.client import DataClient
 from services.wire.data.jagged import Jagged

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.runspec.run import RunSpec, WeightSyncSpec
-from services.trainer.batch.sequences import IncompleteBatchError
+from services.trainer.batch.samples import IncompleteBatchError
 from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.ranks.command_group import CommandGroup

@@ -25,7 +25,7 @@ from services.trainer.algorithm.centering import score_centering
 from services.trainer.algorithm.divergence import divergence
 from services.trainer.algorithm.logprobs import bounded_logits
 from services.trainer.batch.packing import Work
-from services.trainer.batch.sequences import Samples
+from services.trainer.batch.samples import Samples
 from services.trainer.batch.step_plan import Bounds, StepPlan
 from services.trainer.collectives import Ranks
 from services.trainer.engines.base import (

@@ -20,7 +20,7 @@ from services.extras.stages.modules import StagedCritic, StagedPolicy
 from services.extras.stages.passes import Columns, StagePasses
 from services.extras.stages.weights import StageExport
 from services.trainer.batch.packing import PackedTokens, Work
-from services.trainer.batch.sequences import Samples, idle_samples, pack_samples
+from services.trainer.batch.samples import Samples, idle_samples, pack_samples
 from services.trainer.batch.step_plan import StepPlan, bounds_of, num_tokens
 from services.trainer.collectives import local_part
 from services.trainer.engines.base import (

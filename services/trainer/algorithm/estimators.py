@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from services.trainer.algorithm import advantages
+from services.trainer.batch.samples import IncompleteBatchError
 from services.trainer.batch.segments import Segments
-from services.trainer.batch.sequences import IncompleteBatchError
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

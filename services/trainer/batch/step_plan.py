@@ -22,7 +22,7 @@ from services.trainer.batch.prefixes import (
     sharing_keys,
     unshared,
 )
-from services.trainer.batch.sequences import BatchFacts, Samples
+from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.collectives import Ranks
 
 

@@ -19,7 +19,7 @@ from services.common.runspec.engines import train_engine_kind
 from services.common.runspec.formulas import DistillArguments
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.packing import Work
-from services.trainer.batch.sequences import Samples
+from services.trainer.batch.samples import Samples
 from services.trainer.batch.step_plan import Bounds, StepPlan
 from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.settings import TrainerSettings

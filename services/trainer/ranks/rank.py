@@ -14,7 +14,7 @@ from services.common.callables import load_callable
 from services.common.errors import FailedPreconditionError, NotFoundError
 from services.common.runspec.run import RECORDERS, RunSpec
 from services.common.telemetry.metrics import PhaseTimer
-from services.trainer.batch.sequences import (
+from services.trainer.batch.samples import (
     BatchFacts,
     Samples,
     build_samples,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.common.fields import group_of, partition_id, run_of
 from services.common.runspec.run import RunSpec
-from services.trainer.batch.sequences import Samples
+from services.trainer.batch.samples import Samples
 from services.trainer.transfers import StoreRecords
 from services.wire.batch import KVBatchMeta
 

@@ -15,7 +15,7 @@ from services.trainer.algorithm.estimators import ScoredBatch
 from services.trainer.algorithm.loss import kl_penalty
 from services.trainer.algorithm.own import OwnFunction
 from services.trainer.batch import columns
-from services.trainer.batch.sequences import BatchFacts, Samples, idle_samples
+from services.trainer.batch.samples import BatchFacts, Samples, idle_samples
 from services.trainer.collectives import Ranks
 
 

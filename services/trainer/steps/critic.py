@@ -6,7 +6,7 @@ from torch import Tensor
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.run import RunSpec
 from services.trainer.algorithm.loss import Denominators, aggregate, value_loss
-from services.trainer.batch.sequences import Samples
+from services.trainer.batch.samples import Samples
 from services.trainer.collectives import MetricTotals
 from services.trainer.engines.base import Micros, TrainEngine
 from services.trainer.steps.objective import num_counted

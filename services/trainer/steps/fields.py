@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from services.common.fields import ROUTED_EXPERTS, SAMPLING_MASK
-from services.trainer.batch.sequences import BatchFacts, SampleInputs, Samples, sequences_of
+from services.trainer.batch.samples import BatchFacts, SampleInputs, Samples, sequences_of
 from services.trainer.batch.step_plan import plan_step, shard_of
 from services.trainer.engines.base import TrainEngine
 from services.trainer.transfers import Add, Fetch, fetch_model_inputs

@@ -13,8 +13,8 @@ from services.trainer.algorithm import correction, diagnostics, loss
 from services.trainer.algorithm.centering import head_mass
 from services.trainer.algorithm.own import OwnFunction
 from services.trainer.batch import columns
+from services.trainer.batch.samples import Samples, idle_samples
 from services.trainer.batch.segments import Segments, on_device
-from services.trainer.batch.sequences import Samples, idle_samples
 from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.engines.base import Micros
 

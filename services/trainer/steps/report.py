@@ -12,7 +12,7 @@ from services.common.runspec.run import RunSpec
 from services.common.telemetry.metrics import PhaseTimer
 from services.trainer.algorithm import diagnostics
 from services.trainer.batch.packing import Work
-from services.trainer.batch.sequences import BatchFacts, Samples
+from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.batch.step_plan import num_tokens
 from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.engines.base import TrainEngine

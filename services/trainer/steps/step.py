@@ -22,7 +22,7 @@ from services.common.runspec.run import RunSpec
 from services.common.telemetry.metrics import PhaseTimer
 from services.trainer.algorithm.loss import adapted_entropy, adapted_kl, kl_penalty
 from services.trainer.batch.columns import SCORED, TEACHER_STATES, check_columns
-from services.trainer.batch.sequences import BatchFacts, Samples
+from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.batch.step_plan import StepPlan
 from services.trainer.checkpoint.compatibility import CRITIC
 from services.trainer.collectives import MetricTotals

@@ -11,7 +11,7 @@ from torch import Tensor
 from services.common.errors import InternalError
 from services.common.runspec.trainer import LossScaleSpec, OptimizerSpec, TrainerSpec
 from services.trainer.batch.columns import is_checked
-from services.trainer.batch.sequences import BatchFacts, Samples
+from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.checkpoint.compatibility import counter
 from services.trainer.engines.base import OptimizerStep, TrainEngine
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.common.runspec.algorithm import AlgorithmSpec
-from services.trainer.batch.sequences import BatchFacts, Samples
+from services.trainer.batch.samples import BatchFacts, Samples
 from services.wire.data.jagged import Jagged
 
 HORIZON = 12

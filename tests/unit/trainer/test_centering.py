@@ -15,7 +15,7 @@ from services.trainer.algorithm import logprobs
 from services.trainer.algorithm.centering import ScoreCentering, score_centering
 from services.trainer.algorithm.divergence import most_likely
 from services.trainer.algorithm.logprobs import OutputHead, token_logprobs
-from services.trainer.batch.sequences import Samples, idle_samples
+from services.trainer.batch.samples import Samples, idle_samples
 from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.steps.objective import Objective
 from services.wire.data.jagged import Jagged

@@ -17,7 +17,7 @@ from services.rollout.rewards.scorer import Scorer
 from services.rollout.sampling.sample import Sample, sample_fields
 from services.rollout.workflows.turns import Turn
 from services.trainer.batch import columns
-from services.trainer.batch.sequences import IncompleteBatchError, empty_samples, idle_samples
+from services.trainer.batch.samples import IncompleteBatchError, empty_samples, idle_samples
 from services.wire.data.jagged import Jagged
 from services.wire.step_command import StepCommand
 from tests.helpers.batches import Queue, policy_of, random_queue, rank_of, spec_of

@@ -19,7 +19,7 @@ from services.common.runspec.run import RunSpec
 from services.extras.reference_engine.engine import ReferenceEngine
 from services.rollout.engines.torch.decoding import most_likely
 from services.trainer.algorithm.centering import score_centering
-from services.trainer.batch.sequences import BatchFacts, Samples, build_samples
+from services.trainer.batch.samples import BatchFacts, Samples, build_samples
 from services.trainer.batch.step_plan import StepPlan
 from services.trainer.collectives import MetricTotals
 from services.trainer.engines.base import ModelRole, TrainEngine, score_text

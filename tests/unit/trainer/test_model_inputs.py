@@ -9,7 +9,7 @@ import torch
 
 from services.common.fields import MODEL_INPUTS
 from services.trainer.batch.packing import PackedTokens, pack
-from services.trainer.batch.sequences import Samples
+from services.trainer.batch.samples import Samples
 from services.trainer.batch.step_plan import cut
 from services.trainer.model.policy import Policy
 from services.trainer.transfers import fetch_model_inputs

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from services.common.runspec.algorithm import AlgorithmSpec
-from services.trainer.batch.sequences import Samples, idle_samples
+from services.trainer.batch.samples import Samples, idle_samples
 from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.steps.objective import Objective
 from services.wire.data.jagged import Jagged

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.batch.prefixes import find_prefixes, sharing_keys
-from services.trainer.batch.sequences import BatchFacts
+from services.trainer.batch.samples import BatchFacts
 from services.trainer.batch.step_plan import micro_batches, shard_of
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged

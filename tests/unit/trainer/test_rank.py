@@ -11,7 +11,7 @@ import torch
 
 from services.common.runspec.trainer import CriticSpec
 from services.trainer.batch.columns import SCORED
-from services.trainer.batch.sequences import IncompleteBatchError, empty_samples
+from services.trainer.batch.samples import IncompleteBatchError, empty_samples
 from services.trainer.batch.step_plan import StepPlan
 from services.trainer.ranks.rank import StepProfiler
 from services.trainer.steps.step import without_unscored

@@ -11,8 +11,8 @@ from services.common.models.tokenizer import load_tokenizer
 from services.extras.export import checkpoint as export
 from services.extras.reward_services.classifier import Classifier
 from services.trainer.algorithm import loss
+from services.trainer.batch.samples import Samples
 from services.trainer.batch.segments import Segments
-from services.trainer.batch.sequences import Samples
 from services.trainer.batch.step_plan import StepPlan
 from services.trainer.model.policy import Critic
 from services.wire.data.jagged import Jagged

@@ -12,7 +12,7 @@ from services.common.models.families import RoutingShape
 from services.rollout.rewards.base import Score
 from services.rollout.sampling.sample import Sample, prompt_fields, sample_fields
 from services.rollout.workflows.turns import Turn, flattened, observed, token_ids
-from services.trainer.batch.sequences import BatchFacts, build_samples, sequences_of
+from services.trainer.batch.samples import BatchFacts, build_samples, sequences_of
 from services.trainer.collectives import Ranks
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.fields import FieldScoring

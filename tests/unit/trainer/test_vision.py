@@ -16,7 +16,7 @@ from services.common.models.tokenizer import load_tokenizer
 from services.common.models.weight_files import stored_names
 from services.extras.export.checkpoint import export_checkpoint
 from services.trainer.batch.packing import pack
-from services.trainer.batch.sequences import SampleInputs, sequences_of
+from services.trainer.batch.samples import SampleInputs, sequences_of
 from services.trainer.model.policy import Policy, freeze_tower, trainable
 from services.wire.data.jagged import Jagged
 from services.wire.data.model_inputs import ModelInputs, decode_bundles, encode_bundles

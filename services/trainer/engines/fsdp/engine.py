@@ -21,7 +21,7 @@ from services.common.memory.trainer import Stays
 from services.common.runspec.formulas import DistillArguments
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.packing import PackedTokens, Work
-from services.trainer.batch.sequences import Samples, idle_samples, pack_samples
+from services.trainer.batch.samples import Samples, idle_samples, pack_samples
 from services.trainer.batch.step_plan import Bounds, StepPlan, bounds_of, num_tokens
 from services.trainer.collectives import Ranks
 from services.trainer.engines.base import (

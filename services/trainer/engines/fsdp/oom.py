@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from services.common.host import write_atomically
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import TrainerSpec
-from services.trainer.batch.sequences import Samples, idle_samples, pack_samples
+from services.trainer.batch.samples import Samples, idle_samples, pack_samples
 from services.trainer.batch.step_plan import Bounds, bounds_of, cut, num_tokens
 from services.trainer.collectives import Ranks
 from services.trainer.engines.base import Micros, OomLimitError
