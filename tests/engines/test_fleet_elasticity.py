@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 _MAX_TOKENS = 64
 _DEADLINE_S = 600
 """Longest wait for a server or for some steps: a busy host takes minutes to start a server."""
+_GRACE_S = 60
+"""Seconds between SIGTERM and SIGKILL; a pod has 30 by default."""
 _MORE_STEPS = 3
 
 
@@ -185,7 +187,10 @@ def test_a_run_trains_while_servers_join_drain_and_restart_with_old_weights(
                 run.serves(joining)
                 run.trains_on()
 
-                drained.drain(_DEADLINE_S)
+                # SGLang's server does not end while it loads weights: its scheduler ends without an answer.
+                with suppress(TimeoutError):
+                    drained.drain(_GRACE_S)
+                drained.kill()
                 run.trains_on()
                 drained.start()
                 drained.wait()
