@@ -61,13 +61,15 @@ def test_the_figures_of_the_fault_suite_are_those_of_its_results() -> None:
     (millions,) = _figures(r"([\d.]+) million trained tokens were checked")
     assert f"{sum(run['trained_tokens'] for run in newest) / 1e6:.2f}" == millions
 
-    kills, faults, commit = _figures(r"(\d+) kills and (\d+) other faults in two runs at `(\w+)`")
+    kills, faults, num_runs, commit = _figures(
+        r"(\d+) kills and (\d+) other faults in (two|three|four) runs at `(\w+)`"
+    )
     attached = [
         run
         for run in results["runs"]
         if run["commit"] == commit and run["kind"].startswith("attached servers")
     ]
-    assert len(attached) == 2
+    assert len(attached) == {"two": 2, "three": 3, "four": 4}[num_runs]
     for field, number in (("killed", kills), ("faults", faults)):
         assert str(sum(sum(run[field].values()) for run in attached)) == number
 
@@ -88,12 +90,21 @@ def test_the_other_figures_are_those_of_their_results() -> None:
         r"within ([\d.]+) s, and the run trained its next step from the checkpoint after (\d+) to (\d+) s "
         r"\(median, at most ([\d.]+)\)"
     )
-    layouts = _results("rank-kills")["layouts"].values()
+    *layouts, largest = _results("rank-kills")["layouts"].values()
     assert max(layout["noticed_max_s"] for layout in layouts) <= float(noticed)
     assert {round(layout["recovered_p50_s"]) for layout in layouts} == {int(low), int(high)}
     assert f"{max(layout['recovered_max_s'] for layout in layouts):.1f}" == longest
     for layout in layouts:
         assert layout["phases"] == {"broadcast": 5, "step": 5}
+    steps, broadcasts, noticed, median, longest = _figures(
+        r"it killed twenty, (\d+) in a step and (\d+) during a broadcast: each cause named its rank within "
+        r"([\d.]+) s, and the next step came after ([\d.]+) s \(median, at most ([\d.]+)\)"
+    )
+    assert largest["num_kills"] == 20
+    assert largest["phases"] == {"broadcast": int(broadcasts), "step": int(steps)}
+    assert largest["noticed_max_s"] <= float(noticed)
+    assert f"{largest['recovered_p50_s']:.1f}" == median
+    assert f"{largest['recovered_max_s']:.1f}" == longest
 
 
 def _results(name: str) -> Any:
