@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.nodes.network import Node
-from tests.nodes.runs import Run, Runs
+from tests.nodes.runs import PATIENCE_S, Run, Runs, until
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(1800)]
 
@@ -22,6 +22,8 @@ _ENGINES: Mapping[str, Mapping[str, Any]] = {
     "stages": {"engine": "stages", "pipeline_parallel": 2, "tokens_per_micro_batch": 64},
 }
 _SLOW = "8mbit"
+_SLOWER = "1mbit"
+"""A transfer of weights takes about 15 s."""
 _SILENT_S = 45.0
 """Documented seconds until a silent host is reported: 30 s, and the interval of the heartbeat."""
 _KILLED_S = 15.0
@@ -68,6 +70,26 @@ def test_a_trainer_on_two_hosts_names_what_it_lost_and_continues_from_its_checkp
         _assert_recovered(release, run, f"{engine}_rank")
         facts = run.finish()
         assert facts["losses"] == 3
+
+
+def test_a_host_that_is_lost_while_its_ranks_send_weights_is_named_and_comes_back(
+    release: Runs, nodes: dict[str, Node]
+) -> None:
+    host, rollout = nodes["trainer1"], nodes["rollout"]
+    with release.run(steps=30, node_ranks=2, has_loopback_names=True) as run:
+        run.train(3)
+        rollout.slow(_SLOWER)
+        until(
+            lambda: "SYNCING_WEIGHTS" in run.read()["activities"], release.release.logs, PATIENCE_S
+        )
+        run.workers.lose(host)
+        rollout.mend()
+        _assert_lost(release, run, "publication_host", (2, 3), _SILENT_S)
+        time.sleep(_AWAY_S)
+        assert run.read()["state"] == "RECOVERING"
+        run.workers.bring_back(host)
+        _assert_recovered(release, run, "publication_host")
+        run.finish()
 
 
 def _assert_lost(
