@@ -7,6 +7,7 @@ its length and depth, an expression by the digits and terms that its value would
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from math import inf, log2
 from typing import Any, Final
 
@@ -40,10 +41,12 @@ _MAX_BARS: Final = 8
 """Max number of bars, each of which may open or close an absolute value."""
 _MAX_NODES: Final = 400
 _MAX_BITS: Final = 50_000
+_QUICK_BITS: Final = 128
 _MAX_TERMS: Final = 2000
+_MAX_EXPONENT_TERMS: Final = 20
 _MAX_SUMMANDS: Final = 200
 _BRACKET: Final = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|([(\[{])|([)\]}])")
-_POWERS: Final = re.compile(r"(?:\^[\s{(]*-?[\w.]+[\s})]*){4}")
+_POWERS: Final = re.compile(r"(?:\^[\s{(]*-?(?:[\d.]+|[A-Za-z_]+)[\s})]*){4}")
 _OPERATORS: Final = re.compile(rf"(?:[!^_/*|\\+=<>~-]\s*){{{_MAX_SIGNS + 1}}}")
 _COMMANDS: Final = re.compile(
     r"\\(?:int|iint|oint|sum|prod|lim)(?![A-Za-z])|\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|[dt]?frac|[dt]?binom)(?![A-Za-z])"
@@ -114,9 +117,10 @@ def _preorder(value: Any) -> Iterator[Any]:
 
 
 def _size(power: Any, bits: float) -> float:
-    """Returns a bound of the size of a number: its own if it is computed, else the largest of its bits."""
-    if isinstance(power, Number) and abs(power) < _MAX_BITS:
-        return abs(float(power))
+    """Returns a bound of the size of a number: its own if that is quick to compute, else that of its bits."""
+    if bits <= _QUICK_BITS and not power.free_symbols:
+        with suppress(TypeError, ValueError, OverflowError):
+            return float(abs(power.evalf()))
     return 2.0**bits if bits < log2(_MAX_BITS) + 1 else inf
 
 
@@ -138,7 +142,7 @@ def _bits(value: Any) -> float:
             if value.exp.free_symbols
             else max(parts[0], parts[0] * _size(value.exp, parts[1]))
         )
-    if isinstance(value, exp | factorial | binomial):
+    if isinstance(value, exp | factorial | binomial) and not _is_short_exponential(value):
         size = _size(value.args[0], parts[0])
         return size * log2(size + 2) if size < inf else inf
     if isinstance(value, Sum | Product | Integral | Limit | Derivative) and not _is_short(value):
@@ -152,6 +156,12 @@ def _float_bits(value: Any) -> float:
         return 1.0
     _, mantissa, exponent, length = value._mpf_
     return 53.0 + abs(exponent + length) if mantissa else 1.0
+
+
+def _is_short_exponential(value: Any) -> bool:
+    """Returns True for a power of e whose exponent has symbols and few terms: no number is computed."""
+    is_symbolic = isinstance(value, exp) and bool(value.free_symbols)
+    return is_symbolic and _terms(value.args[0]) <= _MAX_EXPONENT_TERMS
 
 
 def _is_short(value: Any) -> bool:

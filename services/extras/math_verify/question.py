@@ -355,11 +355,9 @@ _NO_SIGN: Final = re.compile(
 def is_restated(question: str, expected: str, answer: str) -> bool:
     """Returns True if an answer is the expression that a question asks to compute or to rewrite."""
     text = _compact_formula(answer)
-    if (
-        len(text) < _MIN_FORMULA
-        or not _OPERATION.search(answer)
-        or text == _compact_formula(expected)
-    ):
+    # The expected answer may be the same expression with its terms in another order.
+    is_expected = sorted(text) == sorted(_compact_formula(expected))
+    if len(text) < _MIN_FORMULA or not _OPERATION.search(answer) or is_expected:
         return False
     return any(
         _starts_with(_compact_formula(question[match.end() :]), text)
