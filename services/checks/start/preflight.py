@@ -60,7 +60,7 @@ from services.common.models.made_tokenizers import (
 from services.common.models.tokenizer import Tokenizer
 from services.common.models.weight_files import file_problems
 from services.common.models.weight_formats import FORMATS, other_problems
-from services.common.parent import die_with_parent
+from services.common.parent import die_with_parent, disconnect_forks
 from services.common.runspec.base import did_you_mean
 from services.common.runspec.data import kind_of
 from services.common.runspec.engines import engine_kind, train_engine_kind
@@ -437,6 +437,7 @@ def _why_ended(exit_code: int, activities: Sequence[str]) -> str:
 
 def _examine(connection: Connection, spec: RunSpec, options: Mapping[str, bool]) -> None:
     die_with_parent()
+    disconnect_forks(connection.fileno())
     user_code_logger.addHandler(_Activities(connection))
     user_code_logger.setLevel(logging.INFO)
     user_code_logger.propagate = False

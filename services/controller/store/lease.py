@@ -93,9 +93,7 @@ class Leadership:
                 if row.expire_time != self._seen_expiry:
                     self._seen_expiry, self._seen_at = row.expire_time, time.monotonic()
                 rest_s = float(row.expire_time) - now
-                if (
-                    rest_s > self._ttl_s
-                ):  # the database's clock was set back, but a leader renews its lease
+                if rest_s > self._ttl_s:  # the database's clock was set back; a leader renews
                     rest_s = self._seen_at + self._ttl_s - time.monotonic()
                 if rest_s > 0:
                     return max(rest_s, 0.01)

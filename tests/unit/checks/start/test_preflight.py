@@ -1,6 +1,7 @@
 """Tests of the checks before a run starts, which report all problems."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -586,6 +587,28 @@ def test_a_data_function_that_ends_its_process_is_a_problem(tmp_path, statement)
     (tmp_path / "deadly.py").write_text(f"import os\ndef f():\n    {statement}\n")
     with pytest.raises(SpecError, match=rf"^data: .*deadly\.py:f' ended .*{_DEATHS[statement]}"):
         read_checked(_draft_of(tmp_path, _DOORS["data"]))
+
+
+def test_a_fork_of_user_code_does_not_delay_the_problem_of_its_end(tmp_path):
+    reader, writer = os.pipe()  # the fork lives until this test closes it
+    (tmp_path / "deadly.py").write_text(
+        f"import os\nif os.fork() == 0:\n    os.close({writer})\n    os.read({reader}, 1)\n    os._exit(0)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    try:
+        with pytest.raises(SpecError, match=r"deadly\.py:f' ended .*signal 9"):
+            read_checked(_draft_of(tmp_path, _DOORS["rollout.rewards"]))
+    finally:
+        os.close(writer)
+        os.close(reader)
+
+
+def test_a_fork_that_returns_from_user_code_reports_nothing(tmp_path):
+    (tmp_path / "deadly.py").write_text(
+        "import os, time\nis_fork = os.fork() == 0\nif not is_fork:\n    time.sleep(1)\n"
+        "def f(*a, **k):\n    return 0.0\n"
+    )
+    assert read_checked(_draft_of(tmp_path, _DOORS["rollout.rewards"])).examined.spec is not None
 
 
 def test_an_unexpected_error_of_the_checks_reaches_the_command(tmp_path, monkeypatch):
