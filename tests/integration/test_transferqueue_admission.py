@@ -1,6 +1,7 @@
 """Admission of clients to the data plane."""
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -69,3 +70,26 @@ async def test_a_client_without_encryption_is_refused_and_counted() -> None:
                 while counter._value.get() == num_refused:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         context.destroy(linger=0)
+
+
+_CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(47)
+
+
+async def test_refused_clients_do_not_stall_the_data_plane_while_its_event_loop_is_busy() -> None:
+    """More events than a queue of ZeroMQ takes by default wait for the loop."""
+    plane = DataPlane(cast("Any", None), cast("Any", None), _Clients())
+    is_stalled = False
+    async with plane.serve("127.0.0.1:0", secret_key=None) as port:
+        for _ in range(2500):
+            with socket.create_connection(("127.0.0.1", port), timeout=15) as client:
+                client.sendall(_CURVE_GREETING)
+                try:
+                    while client.recv(64):
+                        pass
+                except TimeoutError:
+                    is_stalled = True
+                    break
+        await asyncio.sleep(
+            0.5
+        )  # reads the events, without which a stalled data plane cannot close
+    assert not is_stalled

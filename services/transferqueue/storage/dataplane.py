@@ -381,6 +381,7 @@ class DataPlane:
                     set_limits(router, receive_queue=_RECEIVE_QUEUE)
                     self._knows_peers = secret_key is not None
                     events = router.get_monitor_socket(_HANDSHAKE_FAILED)
+                    events.rcvhwm = 0  # a full queue would block ZeroMQ's thread
                     failures = MessageSocket(events, _count_stranger)
                     async with _bound(router, bind, secret_key) as port:
                         self._socket = MessageSocket(router, self._on_network)
