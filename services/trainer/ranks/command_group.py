@@ -180,9 +180,10 @@ class CommandGroup:
             yield
             return
         # The thread has its own connection: a waiting call blocks all others on the same connection.
-        store = _default_store().clone()
+        rank, default_store = distributed.get_rank(), _default_store()
+        store = default_store.clone()
         where = f"{ip_of(self._host)} {socket.gethostname()}"
-        store.set(f"{_HOST}{distributed.get_rank()}", where)
+        store.set(f"{_HOST}{rank}", where)
         listener = threading.Thread(
             target=self._listen, args=(store,), name="rank-failures", daemon=True
         )
@@ -196,9 +197,10 @@ class CommandGroup:
             yield
         finally:
             has_ended.set()
-            if distributed.is_initialized() and distributed.get_rank() == 0:
-                _default_store().compare_set(_END, "", _ENDED_NORMALLY)
-                _default_store().set(_ROLL_CALL, "")
+            # The listener may destroy the process group at any moment, but not the store.
+            if distributed.is_initialized() and rank == 0:
+                default_store.compare_set(_END, "", _ENDED_NORMALLY)
+                default_store.set(_ROLL_CALL, "")
             listener.join(_JOIN_S)
 
     def _listen(self, store: distributed.Store) -> None:  # type: ignore[name-defined]
