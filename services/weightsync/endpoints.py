@@ -35,11 +35,7 @@ class WeightSink(Protocol):
     """Weights of an engine."""
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
-        """Puts complete, verified weights into service between two decode steps.
-
-        Returns:
-            Seconds in which no token was produced.
-        """
+        """Puts whole, verified weights into service between decode steps; returns seconds without a token."""
 
     async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
         """Returns the logprob of each token but the first under the live weights; empty without a model."""
@@ -58,11 +54,7 @@ class WeightSink(Protocol):
         """
 
     async def adopt_placed(self, version: int) -> float:
-        """Puts a version into service whose buckets are all in place.
-
-        Returns:
-            Seconds in which no token was produced.
-        """
+        """Puts a version into service whose buckets are all in place; returns the seconds without a token."""
 
     async def close_weights(self) -> None:
         """Resumes with the live weights, to which nothing was written."""

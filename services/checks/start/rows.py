@@ -62,11 +62,7 @@ class RowTrialResult:
 def try_rows(
     spec: RunSpec, sources: Mapping[str, PromptSource], tokenizer: Tokenizer
 ) -> tuple[RowTrialResult, dict[str, list[Prompt]]]:
-    """Makes prompts of the first rows of each set.
-
-    Returns:
-        The findings, and the prompts by split.
-    """
+    """Makes prompts of the first rows of each set; returns the findings, and the prompts by split."""
     trial, prompts = RowTrialResult(), dict[str, list[Prompt]]()
     book = PromptStore(
         spec.data,

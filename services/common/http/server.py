@@ -34,6 +34,7 @@ from services.common.http.limits import (
 from services.common.task_group import TaskGroup
 
 _STOP_GRACE_S = 1
+_UNREAD_TRIES = 50
 # Max connections that are accepted before others are served. asyncio has one option for this and for
 # the length of the kernel's queue, which the listener already has.
 _ACCEPTED_AT_ONCE = 32
@@ -156,6 +157,17 @@ class _Server(uvicorn.Server):
                 backlog=_ACCEPTED_AT_ONCE,
             )
             self.servers.append(server)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends as uvicorn does, but first reads the requests of connections that it has accepted."""
+        for server in self.servers:
+            server.close()
+        connections: set[Any] = self.server_state.connections
+        for _ in range(_UNREAD_TRIES):
+            if all(connection.cycle is not None for connection in connections):
+                break
+            await asyncio.sleep(0.01)
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -348,3 +348,16 @@ async def test_an_upgrade_is_served_as_a_plain_request():
         about = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n" + about + b"Sec-WebSocket-Key: a\r\n\r\n")
         assert await answer(reader) == b"HTTP/1.1 200 OK"
+
+
+async def test_a_request_of_a_connection_that_was_accepted_is_answered_although_the_server_ends():
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(serve_http("127.0.0.1:0", APP))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.sleep(0.1)  # accepted, without a byte
+        ending = asyncio.create_task(stack.pop_all().aclose())
+        await asyncio.sleep(0.1)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        writer.close()
+        await ending
