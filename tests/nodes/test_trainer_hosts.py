@@ -83,7 +83,7 @@ def test_a_host_that_is_lost_while_its_ranks_send_weights_is_named_and_comes_bac
             lambda: "SYNCING_WEIGHTS" in run.read()["activities"], release.release.logs, PATIENCE_S
         )
         run.workers.lose(host)
-        rollout.mend()
+        rollout.repair()
         _assert_lost(release, run, "publication_host", (2, 3), _SILENT_S)
         time.sleep(_AWAY_S)
         assert run.read()["state"] == "RECOVERING"
