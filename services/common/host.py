@@ -41,7 +41,7 @@ def host_id() -> str:
 
 
 def num_oom_kills() -> int:
-    """Returns how many processes the kernel has killed because memory was short; 0 if it does not tell."""
+    """Returns how many processes the kernel has killed because memory was short; 0 if unknown."""
     counters = Path("/proc/vmstat")
     lines = counters.read_text(encoding="ascii").splitlines() if counters.exists() else []
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

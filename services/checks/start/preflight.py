@@ -452,6 +452,7 @@ def _examine(connection: Connection, spec: RunSpec, options: Mapping[str, bool])
 def examined_here(
     spec: RunSpec, *, tries_functions: bool = True, has_workers: bool = True
 ) -> RowTrialResult:
+    """Examines a specification in this process, which the user's code may end."""
     problems: list[str] = []
     try:
         spec = with_local_copies(spec, has_weights=False)

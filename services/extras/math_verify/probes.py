@@ -14,33 +14,9 @@ _POINTS: Final = tuple(
     for point in ((737, 1931, 3271, 571, 1289, 2203), (2917, 613, 1453, 1877, 859, 3461))
 )
 """Positive values of the symbols, in alphabetical order; further symbols have sums of these."""
+_SIZES: Final = (1, 6, 11, 14, 21, 31, 53, 101, 373, 9999)
 _LINE: Final = tuple(
-    Rational(number, 10)
-    for number in (
-        *(
-            -9999,
-            -373,
-            -101,
-            -53,
-            -31,
-            -21,
-            -14,
-            -11,
-            -6,
-            -1,
-            1,
-            6,
-            11,
-            14,
-            21,
-            31,
-            53,
-            101,
-            373,
-            9999,
-        ),
-        *range(-120, 121, 10),
-    )
+    Rational(number, 10) for number in (*_SIZES, *(-size for size in _SIZES), *range(-120, 121, 10))
 )
 _DIGITS: Final = 15
 _TOLERANCE: Final = 1e-5
