@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from services.common.models.loading import load_config
 from services.common.models.tokenizer import load_tokenizer
@@ -16,12 +15,20 @@ from services.common.runspec.loader import load_spec
 from services.extras.fleets.local import TOKEN, LocalServer, LocalVllm, local_servers
 from services.rollout.engines.base import EngineDiedError
 from services.rollout.engines.engine_config import ImageLimits
-from services.wire.data.model_inputs import ModelInputs
 from tests.contract.fleets import attached, fleet_engine
+from tests.helpers.attached_servers import allow_attached_servers
 from tests.helpers.cli import REPOSITORY, train
-from tests.helpers.engine_images import adopt, expected, far, model_of, request
-from tests.helpers.engines import until
-from tests.helpers.vision import IMAGE, random_prompt, wide_config
+from tests.helpers.engine_images import (
+    adopt,
+    crossing_difference,
+    expected,
+    far,
+    flipped,
+    model_of,
+    request,
+    resumed_difference,
+)
+from tests.helpers.vision import random_prompt, wide_config
 
 pytest.importorskip("vllm", reason="vllm is not installed here")
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
@@ -76,34 +83,12 @@ async def test_images_of_a_response_are_seen_again_after_an_update_and_in_a_furt
     prompt, images = random_prompt(random.Random(1), 2)
     async with attached(_engine(servers), 2, timeout_s=800) as engine:
         await adopt(engine, 0, old)
-        first = await engine.generate(request("first", prompt, images))
-        # Placeholders that the policy samples are ordinary tokens.
-        sampled = [*first.token_ids[:6], IMAGE, IMAGE]
-        resumed = await engine.generate(
-            request("resumed", [*prompt, *sampled], images, draw_offset=8)
-        )
-        reference = expected(old, prompt, [*sampled, *resumed.token_ids], images)
-        assert far(resumed.logprobs, reference[8:]) <= _TOLERANCE
-
-        flipped = images.tensors["pixel_values"].flip(0)
-        others = ModelInputs.from_values({**images.tensors, "pixel_values": flipped})
+        assert await resumed_difference(engine, old, prompt, images) <= _TOLERANCE
+        others = flipped(images)
         different = await engine.generate(request("other", prompt, others))
         reference = expected(old, prompt, different.token_ids, others)
         assert far(different.logprobs, reference) <= _TOLERANCE
-
-        tokens: list[int] = []
-        crossing = request(
-            "long", prompt, images, max_tokens=120, on_tokens=lambda new, _: tokens.extend(new)
-        )
-        running = asyncio.create_task(engine.generate(crossing))
-        await until(lambda: len(tokens) >= 16)
-        await adopt(engine, 1, new)
-        result = await running
-        (_, before), (version, after) = result.version_runs
-        assert (version, before + after) == (1, 120)
-        references = [expected(model, prompt, result.token_ids, images) for model in (old, new)]
-        both = torch.cat([references[0][:before], references[1][before:]])
-        assert far(result.logprobs, both) <= _TOLERANCE
+        assert await crossing_difference(engine, old, new, prompt, images) <= _TOLERANCE
 
 
 async def test_a_server_that_takes_fewer_images_is_refused_by_name(
@@ -119,9 +104,7 @@ async def test_a_server_that_takes_fewer_images_is_refused_by_name(
 def test_a_model_learns_which_square_is_red(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "FLEET_TOKEN").write_text(TOKEN)
-    monkeypatch.setenv("SLIPSTREAM_ROLLOUT_SECRETS_DIRECTORY", str(tmp_path))
-    monkeypatch.setenv("SLIPSTREAM_ROLLOUT_REWARD_HOSTS", '["127.0.0.1"]')
+    allow_attached_servers(tmp_path, monkeypatch, token=TOKEN)
     path = REPOSITORY / "examples" / "images.yaml"
     spec = load_spec(path)
     config = load_config(spec.model, load_tokenizer(spec.model))

@@ -11,9 +11,18 @@ import torch
 
 from services.wire.data.model_inputs import ModelInputs
 from tests.helpers.cli import REPOSITORY, train
-from tests.helpers.engine_images import adopt, expected, far, model_of, request, serving
-from tests.helpers.engines import until
-from tests.helpers.vision import IMAGE, KINDS, random_prompt, wide_config
+from tests.helpers.engine_images import (
+    adopt,
+    crossing_difference,
+    expected,
+    far,
+    flipped,
+    model_of,
+    request,
+    resumed_difference,
+    serving,
+)
+from tests.helpers.vision import KINDS, random_prompt, wide_config
 
 pytestmark = pytest.mark.timeout(900)
 _PATCH = 14  # the only size that SGLang's Qwen2.5-VL takes
@@ -91,19 +100,10 @@ async def test_an_engine_resumes_shares_and_recomputes_prompts_with_their_images
     old, new = (model_of(config, seed) for seed in (0, 1))
     prompt, inputs = random_prompt(random.Random(1), 2, patch=_PATCH)
     prompt += [5] * 64  # several blocks of the cache
-    other = ModelInputs.from_values(
-        {**inputs.tensors, "pixel_values": inputs.tensors["pixel_values"].flip(0)}
-    )
+    other = flipped(inputs)
     async with serving(engine_name, config) as engine:
         await adopt(engine, 0, old)
-        first = await engine.generate(request("first", prompt, inputs))
-        # Placeholders that the policy samples are ordinary tokens.
-        sampled = [*first.token_ids[:6], IMAGE, IMAGE]
-        resumed = await engine.generate(
-            request("resumed", [*prompt, *sampled], inputs, draw_offset=8)
-        )
-        logprobs = expected(old, prompt, [*sampled, *resumed.token_ids], inputs)
-        assert far(resumed.logprobs, logprobs[8:]) <= 1e-5
+        assert await resumed_difference(engine, old, prompt, inputs) <= 1e-5
         cached = engine.stats().cached_tokens_total
         assert cached > 0
         different = await engine.generate(request("other", prompt, other))
@@ -112,26 +112,7 @@ async def test_an_engine_resumes_shares_and_recomputes_prompts_with_their_images
         assert far(different.logprobs, logprobs) <= 1e-5
         with pytest.raises(ValueError, match="image_token_id"):
             await engine.generate(request("shifted", [5, *prompt], inputs))
-
-        tokens: list[int] = []
-        running = asyncio.create_task(
-            engine.generate(
-                request(
-                    "long",
-                    prompt,
-                    inputs,
-                    max_tokens=120,
-                    on_tokens=lambda new, _: tokens.extend(new),
-                )
-            )
-        )
-        await until(lambda: len(tokens) >= 16)
-        await adopt(engine, 1, new)
-        result = await running
-    (_, before), (version, after) = result.version_runs
-    assert (version, before + after) == (1, 120)
-    both = [expected(model, prompt, result.token_ids, inputs) for model in (old, new)]
-    assert far(result.logprobs, torch.cat([both[0][:before], both[1][before:]])) <= 1e-5
+        assert await crossing_difference(engine, old, new, prompt, inputs) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -151,8 +132,7 @@ async def test_an_engine_sees_images_of_later_turns(engine_name: str, kind: str)
         first = await engine.generate(request("first", prompt, prompt_inputs))
         said = [*prompt, *first.token_ids]
         observed, inputs = random_prompt(rng, 2, num_tokens=len(said), num_earlier=1, patch=_PATCH)
-        pixels = inputs.tensors["pixel_values"]
-        other = ModelInputs.from_values({**inputs.tensors, "pixel_values": pixels.flip(0)})
+        other = flipped(inputs)
         reused = []
         for name, turn_inputs in (("second", inputs), ("again", inputs), ("other", other)):
             before = engine.stats().cached_tokens_total

@@ -29,6 +29,7 @@ from services.extras.fleets.local import (
     import_few_models,
 )
 from services.extras.fleets.protocol import STATE
+from tests.helpers.attached_servers import allow_attached_servers
 from tests.helpers.cli import SORT4, environment, started
 from tests.helpers.logprob_check import check_logprobs
 from tests.helpers.ports import free_port
@@ -143,9 +144,7 @@ def test_a_run_trains_while_servers_join_drain_and_restart_with_old_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import_few_models()
-    (tmp_path / "FLEET_TOKEN").write_text(TOKEN)
-    monkeypatch.setenv("SLIPSTREAM_ROLLOUT_SECRETS_DIRECTORY", str(tmp_path))
-    monkeypatch.setenv("SLIPSTREAM_ROLLOUT_REWARD_HOSTS", '["127.0.0.1"]')
+    allow_attached_servers(tmp_path, monkeypatch, token=TOKEN)
     model, state, listed = (
         _old_weights(tmp_path / "model"),
         tmp_path / "state",

@@ -13,6 +13,7 @@ from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec
 from services.extras.fleets.local import TOKEN, LocalServer, LocalVllm, local_servers
+from tests.helpers.attached_servers import allow_attached_servers
 from tests.helpers.cli import REPOSITORY, environment
 
 pytest.importorskip("vllm", reason="vllm is not installed here")
@@ -67,9 +68,7 @@ def _run(server: LocalServer, model: Path, folder: Path, name: str, seed: int) -
 def test_two_runs_train_their_adapters_on_one_server_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "FLEET_TOKEN").write_text(TOKEN)
-    monkeypatch.setenv("SLIPSTREAM_ROLLOUT_SECRETS_DIRECTORY", str(tmp_path))
-    monkeypatch.setenv("SLIPSTREAM_ROLLOUT_REWARD_HOSTS", '["127.0.0.1"]')
+    allow_attached_servers(tmp_path, monkeypatch, token=TOKEN)
     model = _base(tmp_path / "model")
     lengths = ("--dtype", "float32", "--max-model-len", "64", "--max-num-batched-tokens", "2048")
     adapters = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")

@@ -19,7 +19,8 @@ from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
 from services.wire.data.model_inputs import ModelInputs
 from tests.helpers.batches import prompt_spans
-from tests.helpers.engines import running
+from tests.helpers.engines import running, until
+from tests.helpers.vision import IMAGE
 
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "vllm": {"max_model_len": 256, "max_num_batched_tokens": 256, "kv_cache_memory_bytes": 64 << 20}
@@ -92,3 +93,43 @@ def expected(
 def far(got: Sequence[float], logprobs: Tensor) -> float:
     """Returns the mean absolute difference of logprobs."""
     return float((torch.tensor(got) - logprobs).abs().mean())
+
+
+def flipped(inputs: ModelInputs) -> ModelInputs:
+    """Returns images of the same sizes with other pixels."""
+    pixels = inputs.tensors["pixel_values"].flip(0)
+    return ModelInputs.from_values({**inputs.tensors, "pixel_values": pixels})
+
+
+async def resumed_difference(
+    engine: Any, model: PreTrainedModel, prompt: Sequence[int], inputs: ModelInputs
+) -> float:
+    """Resumes a response, and returns how far its logprobs are from the trainer's."""
+    first = await engine.generate(request("first", prompt, inputs))
+    # Placeholders that the policy samples are ordinary tokens.
+    sampled = [*first.token_ids[:6], IMAGE, IMAGE]
+    resumed = await engine.generate(request("resumed", [*prompt, *sampled], inputs, draw_offset=8))
+    logprobs = expected(model, prompt, [*sampled, *resumed.token_ids], inputs)
+    return far(resumed.logprobs, logprobs[8:])
+
+
+async def crossing_difference(
+    engine: Any,
+    old: PreTrainedModel,
+    new: PreTrainedModel,
+    prompt: Sequence[int],
+    inputs: ModelInputs,
+) -> float:
+    """Updates weights of version 0 during a response; returns how far its logprobs are from the trainer's."""
+    tokens: list[int] = []
+    crossing = request(
+        "long", prompt, inputs, max_tokens=120, on_tokens=lambda news, _: tokens.extend(news)
+    )
+    generating = asyncio.create_task(engine.generate(crossing))
+    await until(lambda: len(tokens) >= 16)
+    await adopt(engine, 1, new)
+    result = await generating
+    (_, before), (version, after) = result.version_runs
+    assert (version, before + after) == (1, 120)
+    both = [expected(model, prompt, result.token_ids, inputs) for model in (old, new)]
+    return far(result.logprobs, torch.cat([both[0][:before], both[1][before:]]))

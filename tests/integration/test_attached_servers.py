@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.helpers.attached_servers import allow_attached_servers
 from tests.helpers.cli import environment, started
 from tests.helpers.ports import free_port
 
@@ -66,11 +67,7 @@ def test_a_run_trains_with_servers_of_which_one_is_killed_and_started_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    secrets = tmp_path / "secrets"
-    secrets.mkdir()
-    (secrets / "FLEET").write_text(TOKEN)
-    monkeypatch.setenv("SLIPSTREAM_ROLLOUT_SECRETS_DIRECTORY", str(secrets))
-    monkeypatch.setenv("SLIPSTREAM_ROLLOUT_REWARD_HOSTS", '["127.0.0.1"]')
+    allow_attached_servers(tmp_path / "secrets", monkeypatch, token=TOKEN, secret="FLEET")
     addresses = [server.address for server in servers]
     overrides = {
         "rollout.engine": "vllm-server",
