@@ -230,6 +230,8 @@ class ObjectSamples:
         if not path.exists():  # deleted with the run
             return False
         with _opened(path) as database:
+            # Otherwise training that is written between the two queries is uploaded before its samples.
+            database.execute("BEGIN")
             batch = _next_batch(database, self._store.url)
         if batch is None:
             return False

@@ -4,7 +4,7 @@ import gzip
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -188,6 +188,34 @@ def test_objects_have_a_bounded_size(
     assert len(names(url)) > 5
     opened().restore(tmp_path / "copy.db")
     assert lines(tmp_path / "copy.db") == lines(path)
+
+
+def test_nothing_is_written_while_the_records_of_an_object_are_read(
+    opened: Opener, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.db"
+    SampleStore(path).write([made(1), trained(1, 5)], **NO_BOUND)
+    open_file, refusals = sample_records._opened, []
+
+    def write(statement: str) -> None:
+        if "FROM training" in statement and "position" in statement:
+            with closing(sqlite3.connect(path, timeout=0)) as database:
+                database.execute("DELETE FROM samples")
+                with pytest.raises(sqlite3.OperationalError) as refusal:
+                    database.commit()
+            refusals.append(str(refusal.value))
+
+    @contextmanager
+    def open_traced(path: Path) -> Iterator[sqlite3.Connection]:
+        with open_file(path) as database:
+            database.set_trace_callback(write)
+            yield database
+
+    uploads = opened()
+    uploads._continue(path)
+    monkeypatch.setattr(sample_records, "_opened", open_traced)
+    assert uploads._upload_next(path)
+    assert refusals == ["database is locked"]
 
 
 def test_a_damaged_object_is_left_out(opened: Opener, tmp_path: Path, url: str) -> None:
