@@ -46,8 +46,7 @@ async def submit_or_resume(
 ) -> str:
     """Submits a run, or resumes the same run if it was paused or interrupted before.
 
-    An interrupted run with the same name but another specification is cancelled; its checkpoints
-    are kept.
+    An interrupted run with the same name but another specification is cancelled; its checkpoints are kept.
 
     Args:
         console: Receives messages about an interrupted run.
@@ -145,11 +144,10 @@ class SignalHandler:
         if not active:
             return
         print_line(console, "pausing after the current step; Ctrl-C again cancels instead")
-        pausing = []
         for run_id in active:
-            with suppress(ApiError):  # a run that is still starting has nothing to save
+            with suppress(ApiError):  # it pauses already, or starts and has nothing to save
                 await api.call(PauseRun(run_id=run_id))
-                pausing.append(run_id)
+        pausing = [run.id for run in (await api.call(ListRuns())).items if run.state == "PAUSING"]
         paused = asyncio.ensure_future(_until_paused(api, pausing))
         again = asyncio.ensure_future(self._again.wait())
         try:
@@ -167,6 +165,10 @@ class SignalHandler:
             print_line(console, "cancelled")
         else:
             print_line(console, "paused; the same command resumes it")
+
+    @property
+    def has_come(self) -> bool:
+        return self._came.is_set()
 
     def _interrupted(self) -> None:
         (self._again if self._came.is_set() else self._came).set()
@@ -263,8 +265,7 @@ def up(
 ) -> None:
     """Start the controller and the transferqueue, and keep them running for submitted runs.
 
-    Ctrl-C, a closed terminal and kill pause the runs, with checkpoints; a second Ctrl-C cancels
-    them.
+    Ctrl-C, a closed terminal and kill pause the runs, with checkpoints; a second Ctrl-C cancels them.
     """
     write_bytecode()
     with prepared_services(launcher) as prepared:
@@ -281,7 +282,11 @@ async def _run(
     resume: bool,
     start: StartReport,
 ) -> dict[str, Any] | None:
-    """Returns the ended run, or None if a signal came first."""
+    """Returns the ended run, or None if a signal came first.
+
+    Raises:
+        ServiceExitedError: If a service ends.
+    """
     restarts = spec.limits.max_restarts
     async with AsyncExitStack() as stack:
         with start.measured("services"):
@@ -293,40 +298,33 @@ async def _run(
             following = follow(
                 api, run_id, state_directory=state_directory, console=console, start=start
             )
-            return await _beside(_after_pausing(api, run_id, following), services, api)
+            signals = SignalHandler()
+            outcome, *_ = await until_first(
+                _after_pausing(api, run_id, following, signals),
+                signals.pause_runs(api, console),
+                services.supervise(),
+            )
+            return None if outcome.cancelled() else outcome.result()
 
 
 async def _after_pausing(
-    api: Api, run_id: str, following: Coroutine[Any, Any, dict[str, Any]]
+    api: Api, run_id: str, following: Coroutine[Any, Any, dict[str, Any]], signals: SignalHandler
 ) -> dict[str, Any]:
     """Follows a run; resumes it once it pauses, if an earlier command, killed meanwhile, asked for that."""
     async with TaskGroup() as tasks:
-        tasks.create_task(_resume_paused(api, run_id))
+        tasks.create_task(_resume_paused(api, run_id, signals))
         return await following
 
 
-async def _resume_paused(api: Api, run_id: str) -> None:
+async def _resume_paused(api: Api, run_id: str, signals: SignalHandler) -> None:
     if (await api.get(run_id)).state == "PAUSING":
         print_line(
             console, "an earlier command began to pause this run; it resumes after the pause"
         )
         await _until_paused(api, [run_id])
-        if (await api.get(run_id)).state == "PAUSED":
+        # A signal asks for a pause, too.
+        if (await api.get(run_id)).state == "PAUSED" and not signals.has_come:
             await api.call(ResumeRun(run_id=run_id))
-
-
-async def _beside(
-    following: Coroutine[Any, Any, dict[str, Any]], services: LocalServices, api: Api
-) -> dict[str, Any] | None:
-    """Follows a run until it ends; returns the ended run, or None after a signal.
-
-    Raises:
-        ServiceExitedError: If a service ends.
-    """
-    outcome, *_ = await until_first(
-        following, SignalHandler().pause_runs(api, console), services.supervise()
-    )
-    return None if outcome.cancelled() else outcome.result()
 
 
 async def _up(
