@@ -5,6 +5,7 @@ part of ``KVBatchMeta`` and all that the controller sees.
 """
 
 import os
+import re
 import time
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -177,9 +178,9 @@ def run_of(partition_id: str) -> str:
 
 
 def new_run_id(after: str = "") -> str:
-    """Returns ``run_`` and a UUIDv7 in hex that sorts after another id, though the clock was set back."""
-    newest = int(after.removeprefix("run_") or "0", 16) >> 80
-    milliseconds = max(time.time_ns() // 1_000_000, newest + 1)
+    """Returns ``run_`` and a UUIDv7 in hex that sorts after another one, though the clock was set back."""
+    newest = int(after[4:], 16) >> 80 if re.fullmatch("run_[0-9a-f]{32}", after) else 0
+    milliseconds = min(max(time.time_ns() // 1_000_000, newest + 1), (1 << 48) - 1)
     value = (milliseconds << 80) | int.from_bytes(os.urandom(10), "big")
     value = (value & ~(0xF << 76)) | (0x7 << 76)
     value = (value & ~(0x3 << 62)) | (0x2 << 62)
