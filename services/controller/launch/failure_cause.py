@@ -48,9 +48,11 @@ _CONSEQUENCE = re.compile(
     r"|ncclRemoteError",
     re.IGNORECASE,
 )
+# Both records of user code of one process differ by time and message only.
+_TIME = re.compile(r"(?:\d{4}-\d\d-\d\dT)?\d\d:\d\d:\d\d(?:[+-]\d{4})?")
 _USER_CODE = re.compile(
-    rf"(?P<message>{USER_CODE_BEGINS}|{USER_CODE_ENDED})\b.*?"
-    r"\breference(?:=|\": \")(?P<reference>.+?:\w+)\b"
+    rf"(?m)^(?P<head>.*?)(?P<message>{USER_CODE_BEGINS}|{USER_CODE_ENDED})"
+    r"(?P<tail>\b.*?\breference(?:=|\": \")(?P<reference>.+?:\w+)\b)"
 )
 # Report of :mod:`faulthandler` about a crash of native code.
 _CRASH = "Fatal Python error: "
@@ -173,14 +175,23 @@ def first_cause(output: str, *, is_exit: bool = True) -> str:
 
 
 def unfinished_user_code(output: str) -> str:
-    """Returns the reference of the code of the user that ran when a process ended; empty if none did."""
-    references: list[str] = []
+    """Returns the reference of the code of the user that ended a process; empty if none did.
+
+    Code that ran while an exception ended the process did not end it.
+    """
+    begins: dict[str, re.Match[str]] = {}
     for record in _USER_CODE.finditer(output):
+        call = _TIME.sub("", record["head"]) + record["tail"]
+        begins.pop(call, None)
         if record["message"] == USER_CODE_BEGINS:
-            references.append(record["reference"])
-        elif record["reference"] in references:
-            references.remove(record["reference"])
-    return references[-1] if references else ""
+            begins[call] = record
+    for record in reversed(begins.values()):
+        reader = _LogReader()
+        for line in output[record.end() :].splitlines():
+            reader.read(_COLOR.sub("", line).rstrip())
+        if not any(failure.cause() for failure in reader.failures if not failure.is_logged):
+            return record["reference"]
+    return ""
 
 
 def _crash(report: list[str]) -> str:

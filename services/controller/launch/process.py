@@ -297,8 +297,7 @@ async def gpus_and_forks() -> AsyncIterator[tuple[Sequence[str], ForkServer | No
 def _engine_to_import(spec: RunSpec, role: str, gpus: Sequence[str]) -> dict[str, str]:
     """Returns the environment variable with which a rollout imports its engine before it reads its run.
 
-    Empty for a batch-invariant engine: its import needs other variables, which follow from the
-    specification.
+    Empty for a batch-invariant engine: its import needs other variables, which follow from the specification.
     """
     if role != "rollout" or not gpus or spec.rollout.reproducible == "batch_invariant":
         return {}

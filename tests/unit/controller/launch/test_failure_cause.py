@@ -220,6 +220,50 @@ def test_code_of_the_user_that_has_ended_is_not_blamed():
     assert "/l.py" not in worker_exit.report().splitlines()[0]
 
 
+def _blame(*lines: str, code: int = 3) -> str:
+    worker_exit = WorkerExit(
+        run_id="r", worker_id="trainer-0", code=code, last_lines="\n".join(lines)
+    )
+    return worker_exit.report().splitlines()[0]
+
+
+_BEGINS = "trainer trainer-0/0 10:00:00 INFO    user code begins reference=/l.py:f"
+_ENDED = "trainer trainer-0/0 10:00:01 INFO    user code has ended reference=/l.py:f"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (_BEGINS, _BEGINS, _ENDED),
+        (_BEGINS, _BEGINS.replace("10:00:00", "10:07:00"), _ENDED.replace("10:00:01", "10:07:09")),
+        (_BEGINS, "Traceback (most recent call last):", '  File "/s.py"', "OSError: no room"),
+        tuple(
+            f'{{"time": "2026-11-30T10:00:0{i}+0000", "message": "{message}", '
+            '"worker": "trainer-0/0", "reference": "/l.py:f"}'
+            for i, message in enumerate(
+                ("user code begins", "user code begins", "user code has ended")
+            )
+        ),
+    ],
+    ids=["copied twice", "an earlier process was killed", "an exception ended the process", "JSON"],
+)
+def test_code_of_the_user_that_did_not_end_the_process_is_not_blamed(lines):
+    assert "which must not" not in _blame(*lines)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (_BEGINS, _BEGINS.replace("0/0", "0/1"), _ENDED),
+        (_BEGINS, "Traceback (most recent call last):", '  File "/s.py"', "EOFError"),
+        (_BEGINS, "trainer trainer-0/0 10:00:02 INFO    connected"),
+    ],
+    ids=["another rank's has ended", "a consequence is raised", "other threads go on"],
+)
+def test_code_of_the_user_that_ended_one_of_several_processes_is_blamed(lines):
+    assert "while it ran '/l.py:f', which must not end the process" in _blame(*lines)
+
+
 def _log_of_a_crash(tmp_path, body: str) -> tuple[int, str]:
     """Runs a function of a file that ends its process; returns the exit status and the log."""
     (tmp_path / "native.py").write_text(f"import ctypes, os\ndef crash():\n    {body}\n")
