@@ -25,6 +25,7 @@ from services.controller.launch.worker_process import (
     REPORTED_LINES,
     empty_log,
     last_lines,
+    log_size,
 )
 from services.controller.manager.launchers import LauncherArgs
 from services.controller.manager.runs import RunManager
@@ -75,6 +76,10 @@ class PodLogs:
         self._namespace = namespace
         self._state_directory = state_directory
         self._followed: set[tuple[str, str]] = set()
+        self._pods: dict[str, str] = {}
+        """UID of the newest observed pod of each name."""
+        self._begins: dict[Path, int] = {}
+        """Offset of the lines of the newest pod, by log."""
 
     async def watch(self, changes: "asyncio.Queue[Seen]") -> None:
         """Follows the containers of all observed pods until cancelled."""
@@ -82,21 +87,47 @@ class PodLogs:
             change = await changes.get()
             if change.body is None:
                 self._followed = {key for key in self._followed if key[0] != change.name}
+                self._pods.pop(change.name, None)
             else:
+                self._note_begin(change.name, change.body)
                 self._follow(change.name, change.body)
+
+    def with_copied_log(self, exit_: WorkerExit) -> WorkerExit:
+        """Adds the copied log of a pod to its exit, because Kubernetes reports at most 2 KiB of it."""
+        log = self._log(exit_.run_id, exit_.worker_id)
+        lines = [last_lines(log, REPORTED_LINES, begin=self._begins.get(log, 0)), exit_.last_lines]
+        return replace(exit_, last_lines="\n".join(filter(None, lines)))
+
+    def _note_begin(self, name: str, pod: Mapping[str, Any]) -> None:
+        """Notes where the lines of a pod that has not started yet will begin.
+
+        Lines of the worker's earlier pods explain neither its failure nor why it did not start.
+        """
+        if self._pods.get(name) == (uid := pod["metadata"].get("uid")):
+            return
+        self._pods[name] = uid
+        if not any(_started(pod)):
+            for container in pod["spec"]["containers"]:
+                log = self._log_of(pod, container["name"])
+                self._begins[log] = log_size(log)
+
+    def _log_of(self, pod: Mapping[str, Any], container: str) -> Path:
+        run_id = pod["metadata"]["labels"][RUN_LABEL]
+        return self._log(run_id, _component(run_id, place_of(pod), container))
+
+    def _log(self, run_id: str, component: str) -> Path:
+        return self._state_directory / run_id / "logs" / f"{component}.log"
 
     def _follow(self, name: str, pod: Mapping[str, Any]) -> None:
         """Follows started containers that are not followed yet.
 
         Pods are listed again every minute, which reopens failed log streams.
         """
-        run_id = pod["metadata"]["labels"][RUN_LABEL]
         for container in _started(pod):
             key = (name, container)
             if key not in self._followed:
                 self._followed.add(key)
-                folder = self._state_directory / run_id / "logs"
-                file = folder / f"{_component(run_id, place_of(pod), container)}.log"
+                file = self._log_of(pod, container)
                 # A daemon, because it may be blocked in a read that only the API server ends.
                 threading.Thread(
                     target=self._copy, args=(key, file), name=f"log of {name}", daemon=True
@@ -145,13 +176,6 @@ def _component(run_id: str, pod_name: str, container: str) -> str:
     """Returns the worker's name, with the node if the worker has several."""
     component = pod_name.removeprefix(f"{run_id.replace('_', '-')}-")
     return component if component.startswith(container) else container
-
-
-def with_copied_log(exit_: WorkerExit, state_directory: Path) -> WorkerExit:
-    """Adds the copied log of a pod to its exit, because Kubernetes reports at most 2 KiB of it."""
-    log = state_directory / exit_.run_id / "logs" / f"{exit_.worker_id}.log"
-    lines = [last_lines(log, REPORTED_LINES), exit_.last_lines]
-    return replace(exit_, last_lines="\n".join(filter(None, lines)))
 
 
 async def _labels_of(manager: RunManager, run_id: str) -> Mapping[str, str]:
@@ -245,14 +269,13 @@ async def _open_namespace(
         if settings.rollout_scales
         else None
     )
+    logs = PodLogs(core, namespace, settings.state_directory)
     launcher = KubernetesLauncher(
         _pod_api(core, args, namespace),
         settings.worker_templates,
         owner=owner,
         controller_address=args.address,
-        on_exit=lambda exit_: manager.drivers.worker_exited(
-            with_copied_log(exit_, settings.state_directory)
-        ),
+        on_exit=lambda exit_: manager.drivers.worker_exited(logs.with_copied_log(exit_)),
         on_pending=manager.drivers.worker_pending,
         pending_timeout_s=settings.pending_timeout_s,
         scales=scales,
@@ -269,7 +292,6 @@ async def _open_namespace(
     list_scales = partial(
         objects_api.list_namespaced_custom_object, GROUP, VERSION, namespace, PLURAL
     )
-    logs = PodLogs(core, namespace, settings.state_directory)
     watches = [
         tasks.create_task(launcher.watch(await stack.enter_async_context(follow(pods)))),
         tasks.create_task(

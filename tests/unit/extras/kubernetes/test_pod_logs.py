@@ -10,7 +10,7 @@ from urllib3.exceptions import ReadTimeoutError
 from services.controller.launch.launcher import WorkerExit
 from services.controller.manager.logs import RunLogs
 from services.extras.kubernetes import cluster
-from services.extras.kubernetes.cluster import PodLogs, with_copied_log
+from services.extras.kubernetes.cluster import PodLogs
 from services.extras.kubernetes.pod_api import Seen
 
 
@@ -34,10 +34,11 @@ class FakeCore:
         return Answer()
 
 
-def pod(*containers, name="run-01-rollout-0", **state):
+def pod(*containers, name="run-01-rollout-0", uid="1", **state):
     statuses = [{"name": c, "state": state or {"running": {}}} for c in containers]
     body = {
-        "metadata": {"name": name, "labels": {"slipstream.dev/run": "run_01"}},
+        "metadata": {"name": name, "uid": uid, "labels": {"slipstream.dev/run": "run_01"}},
+        "spec": {"containers": [{"name": c} for c in containers]},
         "status": {"containerStatuses": statuses},
     }
     return Seen(name=name, body=body)
@@ -136,5 +137,20 @@ def test_the_exit_of_a_pod_is_reported_with_its_copied_log(tmp_path):
         "Traceback (most recent call last):\n  File\nValueError: no memory\nafterwards\n"
     )
     exit_ = WorkerExit(run_id="run_01", worker_id="rollout-0", code=1, last_lines="Error\nxxx")
-    assert "ValueError: no memory" in with_copied_log(exit_, tmp_path).report()
-    assert with_copied_log(exit_, tmp_path / "none").last_lines == "Error\nxxx"
+    logs = PodLogs(FakeCore(), "train", tmp_path)
+    assert "ValueError: no memory" in logs.with_copied_log(exit_).report()
+    logs = PodLogs(FakeCore(), "train", tmp_path / "none")
+    assert logs.with_copied_log(exit_).last_lines == "Error\nxxx"
+
+
+@pytest.mark.parametrize("output", ["", "OSError: no device\n"])
+async def test_lines_of_an_earlier_pod_do_not_explain_why_a_pod_ended(tmp_path, output):
+    core = FakeCore("Traceback (most recent call last):\n  File\nValueError: no memory\n", output)
+    logs = PodLogs(core, "train", tmp_path)
+    await keep(logs, pod("rollout-0", waiting={}), pod("rollout-0"))
+    gone = Seen(name="run-01-rollout-0", body=None)
+    second = [pod("rollout-0", uid="2", waiting={}), pod("rollout-0", uid="2")]
+    await keep(logs, gone, *(second if output else second[:1]))
+    message = "pod run-01-rollout-0 could not start: ErrImagePull"
+    exit_ = WorkerExit(run_id="run_01", worker_id="rollout-0", code=1, last_lines=message)
+    assert logs.with_copied_log(exit_).last_lines == output + message
