@@ -42,9 +42,8 @@ _UNPRINTABLE = re.compile(
 def printable(text: str) -> str:
     r"""Replaces each character that a terminal would interpret by ``\\uXXXX``.
 
-    A model, a user's code or an error message may contain escape sequences that set the title,
-    clear the screen or write to the clipboard (OSC 52). JSON remains valid JSON with the same
-    value.
+    A model, a user's code or an error message may contain escape sequences that set the title, clear the
+    screen or write to the clipboard (OSC 52). JSON remains valid JSON with the same value.
     """
     return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 

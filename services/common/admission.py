@@ -1,11 +1,10 @@
 """Accepts the connections of a gRPC or ZeroMQ server, and limits each until its peer has authenticated.
 
-gRPC's core keeps the header frames of a call without limit, libzmq allocates a frame before it knows
-its peer, and neither accepts a connection that other code has accepted. So the server listens on a
-Unix socket that only this process can reach, and this module forwards connections to it. A connection
-whose peer has not authenticated has limits on its bytes and its time, and the number of such
-connections is limited. The kernel moves the data (splice), so this process never copies the data of an
-authenticated peer.
+gRPC's core keeps the header frames of a call without limit, libzmq allocates a frame before it knows its
+peer, and neither accepts a connection that other code has accepted. So the server listens on a Unix socket
+that only this process can reach, and this module forwards connections to it. A connection whose peer has not
+authenticated has limits on its bytes and its time, and the number of such connections is limited. The kernel
+moves the data (splice), so this process never copies the data of an authenticated peer.
 """
 
 import asyncio

@@ -7,10 +7,9 @@ standard output:
     {"module": "services.rollout", "environment": {...}, "log": "rollout-0.log"}    {"pid": 17}
     {"ended": 17}                                                                   {"status": -9}
 
-The first starts the equivalent of ``python -m services.rollout``, in its own session, with exactly
-that environment, and appends its output to that file. The second requests the status of an ended
-process; until then its pid is not reused. The server ends with standard input; the processes that
-it started live on.
+The first starts the equivalent of ``python -m services.rollout``, in its own session, with exactly that
+environment, and appends its output to that file. The second requests the status of an ended process; until
+then its pid is not reused. The server ends with standard input; the processes that it started live on.
 
 The server has one thread: a fork has only the thread that forked, so locks that other threads hold
 would stay locked in it.

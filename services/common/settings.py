@@ -51,9 +51,8 @@ class ServiceSettings(BaseSettings):
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of ``/metrics`` on the host of ``bind``; 0 serves none."""
     metrics_token_file: Path | None = None
-    """File with the bearer token that scrapes must send; without it everyone who reaches the port
-    can read the metrics. Those of the controller and the transferqueue name the runs of all
-    projects.
+    """File with the bearer token that scrapes must send; without it everyone who reaches the port can read
+    the metrics. Those of the controller and the transferqueue name the runs of all projects.
     """
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Min. level of logged records."""
@@ -72,10 +71,9 @@ class ServiceSettings(BaseSettings):
     stop_on_stdin_eof: bool = False
     """Stop when standard input ends, that is, when the parent process has ended."""
     tls_certificate: Path | None = None
-    """PEM file with the certificate that this process presents to services and workers, for the DNS
-    name ``controller.slipstream``, ``transferqueue.slipstream``, or of a worker
-    ``RUN.worker.slipstream``, with ``-`` for ``_`` in the run's id, or ``*.worker.slipstream``. It
-    is reloaded when it changes.
+    """PEM file with the certificate that this process presents to services and workers, for the DNS name
+    ``controller.slipstream``, ``transferqueue.slipstream``, or of a worker ``RUN.worker.slipstream``, with
+    ``-`` for ``_`` in the run's id, or ``*.worker.slipstream``. It is reloaded when it changes.
     """
     tls_key: Path | None = None
     """PEM file with the certificate's key."""
@@ -141,10 +139,9 @@ class KeySettings(ServiceSettings):
     loopback address.
     """
     tls_issuer: Path | None = None
-    """Folder with ``tls.crt`` and ``tls.key`` of an authority, and ``ca.crt``, with which all peers
-    are verified. With it, services issue their own certificates, valid for three days, and the
-    controller those of its runs, in place of ``tls_certificate``, ``tls_key`` and
-    ``tls_authority``.
+    """Folder with ``tls.crt`` and ``tls.key`` of an authority, and ``ca.crt``, with which all peers are
+    verified. With it, services issue their own certificates, valid for three days, and the controller those
+    of its runs, in place of ``tls_certificate``, ``tls_key`` and ``tls_authority``.
     """
 
     peer: ClassVar[Peer]

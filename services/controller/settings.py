@@ -88,9 +88,8 @@ class ControllerSettings(KeySettings, SpecSettings):
     """Namespaces whose RLRun objects are runs of the project of the same name, for one installation
     each; only with the Kubernetes launcher."""
     metric_targets: Path | None = None
-    """File in which the launcher lists, for Prometheus (``file_sd_configs``), the metrics endpoints
-    of this host's workers; without it the workers serve no metrics. Only with the process
-    launcher."""
+    """File in which the launcher lists, for Prometheus (``file_sd_configs``), the metrics endpoints of this
+    host's workers; without it the workers serve no metrics. Only with the process launcher."""
     pending_timeout_s: float = Field(600.0, gt=0)
     """Time in seconds after which a worker pod that cannot start fails its run; only with the
     Kubernetes launcher."""
@@ -146,8 +145,7 @@ class ControllerSettings(KeySettings, SpecSettings):
     grpc_reflection: bool = False
     """True to let clients such as grpcurl ask the gRPC server for the methods of the run API."""
     admin_token_file: Path | None = None
-    """File with an API token of an admin of the project ``default``; with it, the API requires
-    tokens."""
+    """File with an API token of an admin of the project ``default``; with it, the API requires tokens."""
 
     oidc_issuer: str = ""
     """URL of an OpenID Connect provider whose tokens the API accepts; empty for none."""

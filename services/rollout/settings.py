@@ -28,8 +28,7 @@ class RolloutSettings(WorkerSettings):
     agent_bind: str = "127.0.0.1:0"
     """``host:port`` of the endpoint for agents (``rollout.workflow: agent``).
 
-    Loopback serves agents on this machine or in this pod; bind to all interfaces only for an agent
-    elsewhere.
+    Loopback serves agents on this machine or in this pod; bind to all interfaces only for an agent elsewhere.
     """
     sandbox_bind: str = "127.0.0.1:0"
     """``host:port`` by which agents and environments reach the sandboxes of their episodes."""

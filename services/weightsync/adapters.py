@@ -67,8 +67,7 @@ def frozen_tensors(
 def frozen_digest(tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
     """Returns ``[32]`` uint8: SHA-256 over sorted names, shapes, dtypes and byte hashes (XXH3).
 
-    The result is the same on every device. All bytes are read in host memory: 15 GB take a few
-    seconds.
+    The result is the same on every device. All bytes are read in host memory: 15 GB take a few seconds.
     """
     described = sorted(
         f"{name} {tuple(value.shape)} {value.dtype} {_bytes_digest(value)}"

@@ -1,9 +1,8 @@
 """Collective group for weight transfers: outside torch's default group, a new one per epoch.
 
 A group has a channel for each source: the source and all receivers. Channels are separate
-communicators, so that several trainer ranks send at once, each over its own links. Members meet in
-a key-value store that the controller serves over gRPC, so no rendezvous port is open to other
-processes.
+communicators, so that several trainer ranks send at once, each over its own links. Members meet in a
+key-value store that the controller serves over gRPC, so no rendezvous port is open to other processes.
 """
 
 import asyncio

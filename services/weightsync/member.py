@@ -267,8 +267,7 @@ class WeightMember:
         """Prepares for a transfer; the trainer packs its weights here.
 
         Returns:
-            The version whose bytes are still held, so that only changes need to be sent; -1 for
-            none.
+            The version whose bytes are still held, so that only changes need to be sent; -1 for none.
 
         Raises:
             FailedPreconditionError: If epoch or plan are not this member's, or the version is older

@@ -88,8 +88,7 @@ class RolloutClient:
     async def interrupt_groups(self, group_ids: Sequence[str] = ()) -> None:
         """Stops groups (none named: all) and caches their tokens, so that any worker can resume them.
 
-        The worker reports them as failed with reason ``interrupted`` before the call returns. Safe
-        to repeat.
+        The worker reports them as failed with reason ``interrupted`` before the call returns. Safe to repeat.
         """
         request = rollout_pb2.InterruptGroupsRequest(group_ids=group_ids)
         await call(self._stub.InterruptGroups, request, idempotent=True)

@@ -171,8 +171,7 @@ def memory_problems(spec: RunSpec, config: "PretrainedConfig") -> Iterator[str]:
 def _fewer_rollouts(spec: RunSpec) -> Iterator[MachineDefault]:
     """Yields a number of rollouts that fits this machine's GPUs, if the default does not.
 
-    Two engines on one GPU hold the weights twice and have half of the cache each, for the same
-    work.
+    Two engines on one GPU hold the weights twice and have half of the cache each, for the same work.
     """
     gpus = num_gpus()
     default_replicas = spec.rollout.replicas

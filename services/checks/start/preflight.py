@@ -1,7 +1,6 @@
 """Checks before a run starts, of everything that would make it fail.
 
-The services make the same checks. Here all checks are made at once, and all problems are reported
-together.
+The services make the same checks. Here all checks are made at once, and all problems are reported together.
 """
 
 import logging

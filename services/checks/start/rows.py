@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 16
 TIMEOUT_S = 60.0
-"""Max seconds for all calls of one function; without it, a hanging function would block the
-command."""
+"""Max seconds for all calls of one function; without it, a hanging function would block the command."""
 UNRELATED = (
     "The harbour was quiet, and nobody had seen the blue kite.",
     "```python\nvalue = None\n```",

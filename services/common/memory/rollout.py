@@ -1,8 +1,7 @@
 """Plans the memory of each GPU of a rollout before anything starts. Pure arithmetic.
 
-The engine's share of a GPU excludes what weight sync needs, so that the first update finds enough
-memory. On several GPUs, the engine's weights, its KV cache and the shadow copies are divided among
-them.
+The engine's share of a GPU excludes what weight sync needs, so that the first update finds enough memory. On
+several GPUs, the engine's weights, its KV cache and the shadow copies are divided among them.
 """
 
 from collections.abc import Collection, Mapping, Sequence

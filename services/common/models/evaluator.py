@@ -1,8 +1,7 @@
 """Evaluates files of a model in a separate process, with a deadline and a memory limit.
 
-A chat template is a program, and a ``config.json`` has numbers that its family loops over: either
-may run forever, or use all memory of its process. Requests and answers are JSON with a length
-prefix of eight bytes.
+A chat template is a program, and a ``config.json`` has numbers that its family loops over: either may run
+forever, or use all memory of its process. Requests and answers are JSON with a length prefix of eight bytes.
 """
 
 import atexit

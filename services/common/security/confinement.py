@@ -43,19 +43,17 @@ Kind = Literal[
 ]
 """Kind of a value, which decides how it is judged.
 
-``free``: not judged; a slash has no meaning in it. ``text``: anything, which may be a path or a
-reference to code. ``path``: a file or a folder, or its URL in an object store. ``model``: a preset, a
-hub id, or a ``path``.
-``code``: a reference for :func:`~services.common.callables.load_callable`, the name of something
-built in, or an address, which workers judge when they connect
-(:mod:`services.rollout.calls.outside`). ``function``: a function that verifiers loads, also as
-``package.module.name``. ``package``: a plugin that verifiers imports by its name. ``command``: a
-program with its arguments. ``rows``: ``path`` of a prompt source, whose kind depends on ``source``;
-the kinds of ``row arguments`` and ``workflow arguments`` depend on their consumer. ``image``: content of a
-sandbox, a ``path`` if it is a folder on the rollout's host, else the name of an image in a ``registry``,
-which must be public or listed. ``address``: a URL, which rollouts judge when they connect, as those of
-rewards, agents and environments. ``target``: a ``path`` to which a run writes, and therefore neither among
-code nor in the controller's folder.
+``free``: not judged; a slash has no meaning in it. ``text``: anything, which may be a path or a reference to
+code. ``path``: a file or a folder, or its URL in an object store. ``model``: a preset, a hub id, or a
+``path``. ``code``: a reference for :func:`~services.common.callables.load_callable`, the name of something
+built in, or an address, which workers judge when they connect (:mod:`services.rollout.calls.outside`).
+``function``: a function that verifiers loads, also as ``package.module.name``. ``package``: a plugin that
+verifiers imports by its name. ``command``: a program with its arguments. ``rows``: ``path`` of a prompt
+source, whose kind depends on ``source``; the kinds of ``row arguments`` and ``workflow arguments`` depend on
+their consumer. ``image``: content of a sandbox, a ``path`` if it is a folder on the rollout's host, else the
+name of an image in a ``registry``, which must be public or listed. ``address``: a URL, which rollouts judge
+when they connect, as those of rewards, agents and environments. ``target``: a ``path`` to which a run writes,
+and therefore neither among code nor in the controller's folder.
 
 Code may connect to an address in its ``text`` without asking :mod:`services.rollout.calls.outside`.
 A ``text`` may therefore name only hosts that the installation lists.

@@ -197,8 +197,7 @@ def _add_request_handlers(app: FastAPI) -> None:
 class _BodyLimit:
     """ASGI middleware that refuses request bodies that are too large or too slow.
 
-    A body whose stated size is too large is refused before it is read. Responses pass through
-    without a copy.
+    A body whose stated size is too large is refused before it is read. Responses pass through without a copy.
     """
 
     def __init__(self, app: ASGIApp) -> None:

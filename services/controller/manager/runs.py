@@ -341,8 +341,7 @@ class RunManager:
 
         Args:
             leave: If True, runs continue without a controller until the next one starts. Otherwise
-                they are paused where they are, and their workers have stopped when this method
-                returns.
+                they are paused where they are, and their workers have stopped when this method returns.
         """
         self._is_driving = False
         # Once this holds the lock, a concurrent admission has started its drivers, which stop with the

@@ -1,8 +1,7 @@
 """Tracks how hard each prompt is for the policy, and filters groups that train nothing. Pure.
 
-A prompt whose samples are all right, or all wrong, trains nothing, so it is skipped. It is retried
-after some steps, because the policy changes. Memory is ten bytes per prompt, regardless of the length
-of the run.
+A prompt whose samples are all right, or all wrong, trains nothing, so it is skipped. It is retried after some
+steps, because the policy changes. Memory is ten bytes per prompt, regardless of the length of the run.
 """
 
 import math

@@ -8,9 +8,8 @@
                  +--> PARTIAL (interrupted, lost; the next attempt resumes the stored tokens)
                  +--> QUARANTINED after too many attempts
 
-A group is one issued prompt. Its attempt number fences off late results: only results of the newest
-attempt count. The ledger collects its changes, so that one transaction can write a batch of
-transitions.
+A group is one issued prompt. Its attempt number fences off late results: only results of the newest attempt
+count. The ledger collects its changes, so that one transaction can write a batch of transitions.
 """
 
 from collections import Counter
@@ -74,9 +73,8 @@ class Group:
     num_tokens: int = 0
     """Generated tokens when the group was interrupted."""
     first_attempt: int = 1
-    """First attempt whose cached tokens the current attempt may resume. All of them have
-    ``oldest_version`` or a newer one, which bounds staleness; tokens of earlier attempts are
-    discarded."""
+    """First attempt whose cached tokens the current attempt may resume. All of them have ``oldest_version``
+    or a newer one, which bounds staleness; tokens of earlier attempts are discarded."""
     group_id: str = field(init=False)
     """Identifier of the group in all services."""
 
@@ -318,8 +316,7 @@ class Ledger:
     def requeue(self, group: Group) -> None:
         """Restarts a group from its first token without a penalty for its prompt.
 
-        Cached tokens of earlier attempts are fenced off, so the next lease sets the group's oldest
-        version.
+        Cached tokens of earlier attempts are fenced off, so the next lease sets the group's oldest version.
         """
         self._transition(
             group, GroupState.PENDING, {*RUNNING, *WAITING, GroupState.READY, GroupState.TRAINING}

@@ -267,9 +267,8 @@ class PromptOrder:
 def shuffled(index: int, num_rows: int, *, key: int) -> int:
     """Returns where a pseudorandom permutation moves ``index``, in constant memory.
 
-    The index is split into two digits; each is shifted by a hash of the other one, alternating: a
-    Feistel network, which permutes all pairs. Results beyond the last row are permuted again (cycle
-    walking).
+    The index is split into two digits; each is shifted by a hash of the other one, alternating: a Feistel
+    network, which permutes all pairs. Results beyond the last row are permuted again (cycle walking).
 
     Args:
         index: Index of the row, from 0.

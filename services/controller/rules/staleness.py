@@ -1,8 +1,7 @@
 """Bounds staleness: decides when groups may start and which must be trained next. Pure.
 
-The admission rule is from AReaL (arXiv:2505.24298): ``N + 1 <= (v + max_staleness + 1) * B``. It
-bounds admission only; a long response can still grow older, so batches are checked again when they
-are formed.
+The admission rule is from AReaL (arXiv:2505.24298): ``N + 1 <= (v + max_staleness + 1) * B``. It bounds
+admission only; a long response can still grow older, so batches are checked again when they are formed.
 """
 
 from collections.abc import Iterable, Sequence

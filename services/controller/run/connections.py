@@ -102,8 +102,7 @@ async def create_partitions(
 
     Returns:
         True if the train partition never held samples: the run is new, or the transferqueue lost
-        them. A partition that an earlier attempt created, but did not use before it died, counts
-        too.
+        them. A partition that an earlier attempt created, but did not use before it died, counts too.
     """
     train = partition_id(run_id, "train")
     revisions = {stats.partition_id: stats.revision for stats in (await queue.stats()).partitions}

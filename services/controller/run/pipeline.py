@@ -295,8 +295,7 @@ class TrainingPipeline:
     async def fail(self, failures: Sequence[GroupFailure]) -> None:
         """Processes reports of groups that produced no samples.
 
-        An error that ends the run is raised by :meth:`_raise_fault`, not to the worker that sent
-        the report.
+        An error that ends the run is raised by :meth:`_raise_fault`, not to the worker that sent the report.
 
         Raises:
             UnavailableError: If the worker should send the report again.

@@ -56,10 +56,9 @@ RUNS = sa.Table(
     sa.Index("ix_runs_state", "state"),
 )
 """One row per run. ``release`` is the release that wrote the specification; empty if unknown.
-``num_attempts`` counts how often the run's loop was entered, which orders the epochs of its weight
-groups. ``generation`` counts the specifications. At ``queue_deadline`` the run exceeds its queue
-time-out. ``gpus`` and ``transferqueue_bytes`` are the resources that it takes from its project's
-quota while it is active."""
+``num_attempts`` counts how often the run's loop was entered, which orders the epochs of its weight groups.
+``generation`` counts the specifications. At ``queue_deadline`` the run exceeds its queue time-out. ``gpus``
+and ``transferqueue_bytes`` are the resources that it takes from its project's quota while it is active."""
 
 EVENTS = sa.Table(
     "events",

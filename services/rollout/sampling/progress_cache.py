@@ -52,14 +52,13 @@ PARTIAL_FIELDS: Final = (
 )  # fmt: skip
 """Fields of the ``partial`` partition, which has one row per member of a group.
 
-``response_ids``, ``rollout_logprobs``, ``version_runs`` and ``sampling_mask`` are as for samples.
-``turns``, int32 ``[T, 8]``, has for each turn the number of failed scores, tokens and version runs, the
-finish code, the milliseconds, and the number of tokens with known experts, of entries of the sampling mask
-and of tokens with reported most likely tokens. ``scores``, uint8 ``[B]``, has the score, if there is one, as
-a JSON list of its value, terms and tokens. ``routed_experts`` and ``sampler_topk``, uint8 ``[B]``, have the
-known experts and the most likely tokens, if there are any, in NumPy's file format. ``turn_inputs`` has the
-model inputs of observed turns by the index of the turn, and ``pictures``, uint8 ``[B]``, their images for
-people as JSON.
+``response_ids``, ``rollout_logprobs``, ``version_runs`` and ``sampling_mask`` are as for samples. ``turns``,
+int32 ``[T, 8]``, has for each turn the number of failed scores, tokens and version runs, the finish code, the
+milliseconds, and the number of tokens with known experts, of entries of the sampling mask and of tokens with
+reported most likely tokens. ``scores``, uint8 ``[B]``, has the score, if there is one, as a JSON list of its
+value, terms and tokens. ``routed_experts`` and ``sampler_topk``, uint8 ``[B]``, have the known experts and
+the most likely tokens, if there are any, in NumPy's file format. ``turn_inputs`` has the model inputs of
+observed turns by the index of the turn, and ``pictures``, uint8 ``[B]``, their images for people as JSON.
 """
 
 
@@ -185,10 +184,9 @@ class TransferQueueCache:
     """Stores one row per member of a group in the run's ``partial`` partition.
 
     A member has two keys, used alternately: the new row is stored before the old one is deleted, so
-    that a crash at any moment leaves one complete row. The tag ``serial`` orders the two. The tag
-    ``attempt`` fences a row: an attempt that starts over never resumes rows of earlier attempts,
-    however late they are stored or restored. Replicas that work on different members of a group
-    write different rows.
+    that a crash at any moment leaves one complete row. The tag ``serial`` orders the two. The tag ``attempt``
+    fences a row: an attempt that starts over never resumes rows of earlier attempts, however late they are
+    stored or restored. Replicas that work on different members of a group write different rows.
     """
 
     def __init__(

@@ -1,11 +1,10 @@
 """Attention over packed sequences: each sequence sees its shared prefix and its own branch.
 
-Registered with transformers under :data:`PACKED`, so any model with that implementation accepts the
-layout of the pack as the keyword ``layout`` of its forward pass. On a GPU in half precision a
-variable-length kernel (torch's, or FlashAttention 4 if it is installed) takes the boundaries of branches
-and of their keys, copied to each branch. A flex kernel is used instead if scores are capped, heads have
-sinks, or copies would be too many. Otherwise branches of similar length run as one batch, whose padding is
-masked.
+Registered with transformers under :data:`PACKED`, so any model with that implementation accepts the layout of
+the pack as the keyword ``layout`` of its forward pass. On a GPU in half precision a variable-length kernel
+(torch's, or FlashAttention 4 if it is installed) takes the boundaries of branches and of their keys, copied
+to each branch. A flex kernel is used instead if scores are capped, heads have sinks, or copies would be too
+many. Otherwise branches of similar length run as one batch, whose padding is masked.
 
 Under the names in :data:`PACKED_AS`, the forward pass computes each query as an engine does when it decodes
 (``rollout.reproducible: batch_invariant``); its gradients are those of the other kernels.

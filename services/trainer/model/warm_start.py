@@ -199,8 +199,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def _keep(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
     """Publishes the folder atomically: a reader sees all of it or nothing.
 
-    ``save_pretrained`` of transformers writes nothing on ranks above 0, which may be the only ones of a
-    host.
+    ``save_pretrained`` of transformers writes nothing on ranks above 0, which may be the only ones of a host.
     """
     model_tensors = {name: value.detach() for name, value in stored_tensors(model).items()}
     checkpoint_tensors = as_stored(model_tensors, model.config.to_dict())

@@ -62,10 +62,9 @@ _JOIN_S = 5.0
 def watch_connections() -> None:
     """Lets the kernel end each TCP connection of this process whose peer's host is silent for 30 s.
 
-    Without this, a wait for data of a lost peer never ends, and a wait for its acknowledgements
-    ends after 15 minutes. A slow link stays connected, because acknowledgements arrive. Call this
-    function again for connections that are opened later. It does nothing where the socket options of
-    Linux are missing.
+    Without this, a wait for data of a lost peer never ends, and a wait for its acknowledgements ends after 15
+    minutes. A slow link stays connected, because acknowledgements arrive. Call this function again for
+    connections that are opened later. It does nothing where the socket options of Linux are missing.
     """
     for entry in Path("/proc/self/fd").iterdir() if hasattr(socket, "TCP_USER_TIMEOUT") else ():
         with suppress(OSError):  # closed meanwhile, or no connection

@@ -1,8 +1,7 @@
 """Enters the loops of one run and trains its steps; the diagram is in ``pipeline.py``.
 
-Synchronous, one-step-off and asynchronous training are this loop with different staleness bounds.
-After every lost worker or controller restart the loop is entered again and resumes from the
-database.
+Synchronous, one-step-off and asynchronous training are this loop with different staleness bounds. After every
+lost worker or controller restart the loop is entered again and resumes from the database.
 """
 
 import time

@@ -1,7 +1,6 @@
 """Durable record of one run: events, ledger and steps, each change in one transaction.
 
-A decision of the ledger is written before any other process acts on it, which makes a crash
-harmless.
+A decision of the ledger is written before any other process acts on it, which makes a crash harmless.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -78,8 +78,7 @@ def end_quantization(run_id: str) -> Work:
 class CurrentSpec:
     """Holds the current specification of a run, which may change while the run is driven.
 
-    All parts of a run share it and read settings on each use, so a change takes effect everywhere
-    at once.
+    All parts of a run share it and read settings on each use, so a change takes effect everywhere at once.
     """
 
     def __init__(self, now: RunSpec) -> None:

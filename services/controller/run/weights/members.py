@@ -76,8 +76,7 @@ class WeightMembers:
     async def open(self, trainer: Worker, rollouts: Sequence[Worker]) -> None:
         """Connects to all members and agrees on a plan with them.
 
-        Members that share a GPU use other transports, because NCCL does not connect two processes
-        on one GPU.
+        Members that share a GPU use other transports, because NCCL does not connect two processes on one GPU.
 
         Raises:
             DataLossError: If members made different plans.

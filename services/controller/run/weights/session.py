@@ -272,8 +272,7 @@ class WeightSession:
         """Adds loaded rollouts, which receive the next published version.
 
         Returns:
-            False if the current transport does not reach them; then the session must be reopened
-            with all.
+            False if the current transport does not reach them; then the session must be reopened with all.
 
         Raises:
             ServiceError: If one does not answer, or made a different plan.

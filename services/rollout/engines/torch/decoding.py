@@ -271,9 +271,8 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 def uniforms(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Returns the ``counters``-th number of each seed's random stream.
 
-    The stream is a function of seed and counter alone (SplitMix64, Steele et al. 2014). A row
-    therefore draws the same numbers in any batch, and a resumed sample can continue at any
-    position.
+    The stream is a function of seed and counter alone (SplitMix64, Steele et al. 2014). A row therefore draws
+    the same numbers in any batch, and a resumed sample can continue at any position.
 
     Args:
         seeds: ``[...]`` seeds.
