@@ -24,19 +24,7 @@ from math_verify.grader import (
     take_last_relation,
     unwrap_eq,
 )
-from sympy import (
-    Abs,
-    Add,
-    Eq,
-    Expr,
-    I,
-    Intersection,
-    Interval,
-    MatrixBase,
-    Symbol,
-    Tuple,
-    Union,
-)
+from sympy import Abs, Add, Eq, Expr, I, Intersection, Interval, MatrixBase, Symbol, Tuple, Union
 
 from services.extras.math_verify import (
     asked,

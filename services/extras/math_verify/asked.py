@@ -15,21 +15,9 @@ from services.extras.math_verify import question, units
 
 GROUPS: Final = frozenset(
     (
-        *(
-            "pair",
-            "couple",
-            "set",
-            "box",
-            "pack",
-            "packet",
-            "package",
-            "bag",
-            "group",
-            "team",
-            "case",
-        ),
-        *("crate", "roll", "bundle", "dozen", "gross", "score", "row", "stack", "fold", "hundred"),
-        *("dime", "nickel", "penny", "quarter", "coin", "bill", "time"),
+        *("pair", "couple", "set", "box", "pack", "packet", "package", "bag", "group", "team"),
+        *("case", "crate", "roll", "bundle", "dozen", "gross", "score", "row", "stack", "fold"),
+        *("hundred", "dime", "nickel", "penny", "quarter", "coin", "bill", "time"),
     )
 )
 """Nouns that stand for several or a part of what a question counts, so that they change a number."""
@@ -86,34 +74,10 @@ _STATE: Final = re.compile(
 )
 _NO_NOUN: Final = frozenset(
     (
-        *(
-            "more",
-            "total",
-            "fewer",
-            "less",
-            "full",
-            "whole",
-            "additional",
-            "extra",
-            "other",
-            "combined",
-        ),
-        *(
-            "consecutive",
-            "new",
-            "different",
-            "many",
-            "much",
-            "such",
-            "of",
-            "the",
-            "a",
-            "an",
-            "and",
-            "or",
-        ),
-        *("one", "two", "three"),
-        *("them", "these", "those", "it", "us", "you"),
+        *("more", "total", "fewer", "less", "full", "whole", "additional", "extra", "other"),
+        *("combined", "consecutive", "new", "different", "many", "much", "such", "of", "the"),
+        *("a", "an", "and", "or", "one", "two", "three", "them", "these", "those", "it", "us"),
+        "you",
     )
 )
 _MONEY_NOUNS: Final = frozenset(

@@ -106,21 +106,9 @@ _UNITS: Final = {
     word: number
     for number, word in enumerate(
         [
-            *(
-                "zero",
-                "one",
-                "two",
-                "three",
-                "four",
-                "five",
-                "six",
-                "seven",
-                "eight",
-                "nine",
-                "ten",
-            ),
-            *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen"),
-            *("eighteen", "nineteen"),
+            *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
+            *("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen"),
+            *("seventeen", "eighteen", "nineteen"),
         ]
     )
 }
