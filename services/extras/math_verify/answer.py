@@ -30,11 +30,14 @@ from services.extras.math_verify import (
     asked,
     beside,
     bounds,
+    dates,
     notation,
     probes,
     quantities,
     question,
+    residues,
     spelling,
+    subjects,
     units,
 )
 from services.extras.math_verify.numbers import is_rounded, relative_comparison, same_numbers
@@ -54,7 +57,7 @@ _SAID_CHOICE = re.compile(
 _ANNOUNCED = re.compile(
     r"\b(?:answer|result)(?:\s+is)?\s*[:=]?\s*(\S.*?)\s*\.?\s*$", re.IGNORECASE | re.MULTILINE
 )
-_SAID = re.compile(r"\b(?:is|are|was|were|be)\s+(\S.*?)[\s.]*$")
+_SAID = re.compile(r"\b(?:is|are|was|were|be)\s*:?\s+(\S.*?)[\s.]*$")
 _PREPOSITION = re.compile(r"^(?:on|at|in)\s+")
 _WITHOUT_UNITS = replace(LatexExtractionConfig().normalization_config, units=False)
 _READ = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_WITHOUT_UNITS)]
@@ -140,7 +143,9 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
         if question.asks_for_scale(prompt):
             reply = quantities.unscaled(unscaled)
         if _marked(reply) is None:
-            reply = question.without_echo(prompt, reply)
+            reply = subjects.without_predicate(
+                prompt, expected, question.without_echo(prompt, reply)
+            )
         reply = question.without_comparisons(prompt, _without_whole(prompt, expected, reply))
         if question.asks_for_per_cent(prompt) and spelling.is_plain_above_1(expected):
             reply = spelling.without_per_cent(reply)
@@ -233,6 +238,10 @@ def _is_said(expected: str, lines: list[str]) -> bool:
     chosen, _ = spelling.choice(_SAID_CHOICE.sub("", spelling.without_emphasis(candidate)))
     if letter and not value and chosen and (announced or is_line):
         return chosen == letter and not spelling.is_refusal(candidate)
+    if date := dates.date_of(expected):
+        line = _last_line(candidate)
+        announcement = _SAID.search(line)
+        return dates.only_date(announcement[1] if announcement else line) == date
     if spelling.is_clock(expected):
         return spelling.same_text(expected, spelling.only_time(_last_line(candidate)))
     if announced or is_line:
@@ -261,10 +270,10 @@ def _ends_in(expected: str, candidate: str, lines: list[str], *, is_whole: bool)
     if not spelling.is_changed(expected) and (
         spelling.has_changed_number(ending)
         or spelling.has_changed_last_number(last_line)
-        or spelling.is_bound(ending)
+        or (not spelling.is_relation(expected) and spelling.is_bound(ending))
         or question.is_comparison(ending)
         or spelling.is_refusal(last_line)
-        or spelling.is_enumeration(last_line)
+        or (not spelling.is_list(expected) and spelling.is_enumeration(last_line))
     ):
         return False
     if spelling.same_text(expected, candidate) or (
@@ -284,6 +293,9 @@ def _ends_in(expected: str, candidate: str, lines: list[str], *, is_whole: bool)
         short = "" if None in (units.split(expected)[1], units.split(short)[1]) else short
     if short:
         return _same(expected, short)
+    formula = spelling.last_formula(last_line)
+    if formula and spelling.plain_number(expected) is None and _same(expected, formula):
+        return True
     gold = () if spelling.is_text(expected) else _read(expected)
     if "%" not in expected:
         candidate = spelling.per_cent_as_share(candidate)
@@ -384,10 +396,12 @@ def _same(expected: str, candidate: str) -> bool:
         return False
     if spelling.same_text(expected, candidate):
         return True
+    expected, candidate = spelling.spelled(expected), spelling.spelled(candidate.strip(" ,;"))
+    candidate = bounds.with_combinations(notation.rewritten(expected, candidate))
+    expected = bounds.with_combinations(expected)
     if not bounds.is_readable(candidate, expected):
         return False
-    expected, candidate = spelling.spelled(expected), spelling.spelled(candidate.strip(" ,;"))
-    function = notation.renamed(expected, notation.rewritten(expected, candidate))
+    function = notation.renamed(expected, candidate)
     if function is None:
         return False
     candidate = function
@@ -603,7 +617,7 @@ def _equal(gold: Any, answer: Any) -> bool:
     if not bounds.is_computable(answer) and is_equation(answer) and not is_relation(gold):
         answer = take_last_relation(answer).rhs
     if not (bounds.is_computable(gold) and bounds.is_computable(answer)):
-        return bool(gold == answer)
+        return bool(gold == answer) or residues.same(gold, answer)
     return not probes.differ(gold, answer) and _is_equivalent(gold, answer)
 
 

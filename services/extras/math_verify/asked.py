@@ -44,22 +44,25 @@ _IRREGULAR: Final[Mapping[str, str]] = {
 _HOW_MANY: Final = re.compile(
     r"\b(?:how\s+many|(?:total\s+)?number\s+of)\b(?P<phrase>[^?.;:,()]*)", re.IGNORECASE
 )
+AUXILIARY_VERBS: Final = (
+    r"do|does|did|is|are|was|were|will|would|can|could|should|has|have|had|must"
+)
 _VERBS: Final = (
-    r"do|does|did|is|are|was|were|will|would|can|could|should|shall|has|have|had|must|may|might|be|been|being"
+    rf"{AUXILIARY_VERBS}|shall|may|might|be|been|being"
     r"|left|remain\w*|need\w*|makes?|[a-z]+n['\u2019]t"
 )
-_FUNCTION_WORDS: Final = (
+FUNCTION_WORDS: Final = (
     r"if|in|on|at|for|from|with|without|by|to|into|onto|per|after|before|during|over|under|between|among|across"
     r"|out|when|while|that|which|who|whom|whose|what|than|as|altogether|together|each|every|both|all|he|she|they"
     r"|it|you|we|i|his|her|their|your|my|this|there|these|those|not|still|now|then"
 )
 _PROPER_NAME: Final = r"(?!Of\b)[A-Z][a-z]*(?:'s|s')?"
-_END_OF_NOUN: Final = re.compile(rf"\b(?:{_VERBS}|{_FUNCTION_WORDS}|{_PROPER_NAME})\b")
+_END_OF_NOUN: Final = re.compile(rf"\b(?:{_VERBS}|{FUNCTION_WORDS}|{_PROPER_NAME})\b")
 """Word after a noun phrase."""
-_END_OF_NAMES: Final = re.compile(rf"\b(?:{_VERBS}|{_FUNCTION_WORDS})\b")
+_END_OF_NAMES: Final = re.compile(rf"\b(?:{_VERBS}|{FUNCTION_WORDS})\b")
 """Word after a noun phrase that may have names in it, such as ``Scottish unicorns``."""
 _NO_QUALIFIER: Final = re.compile(
-    rf"(?:{_VERBS}|{_FUNCTION_WORDS}|how|many|much|more|fewer|less|some|any|no|other|another|total|number|of|and|or"
+    rf"(?:{_VERBS}|{FUNCTION_WORDS}|how|many|much|more|fewer|less|some|any|no|other|another|total|number|of|and|or"
     r"|an?|the|one|two|three|four|five|six|seven|eight|nine|ten|twelve|dozen|hundred|thousand|million|half|only"
     r"|several|few|same|whole|full|new|extra|additional|first|second|last|next)",
     re.IGNORECASE,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final
 
-from services.extras.math_verify import asked, question, units
+from services.extras.math_verify import asked, question, subjects, units
 from services.extras.math_verify.asked import Asked
 from services.extras.math_verify.quantities import CODES, SIGNS
 
@@ -196,7 +196,8 @@ def _is_other(number: _Number, prompt: str) -> bool:
         return not (_ORDINAL.match(number.expected_rest) or _ASKS_FOR_ORDINAL.search(sentence))
     rest = _END.split(number.rest, maxsplit=1)[0]
     is_bound = _BOUND.search(number.before) and not _ASKS_FOR_BOUND.search(sentence)
-    if is_bound or _is_of_another_part(rest, number.expected_rest, prompt):
+    is_of_other_name = subjects.is_of_other_name(prompt, number.before, number.rest)
+    if is_bound or is_of_other_name or _is_of_another_part(rest, number.expected_rest, prompt):
         return True
     asked_thing = asked.asked_by(prompt)
     unit, words = _unit(rest)

@@ -8,7 +8,7 @@ its length and depth, an expression by the digits and terms that its value would
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from math import inf, log2
+from math import comb, inf, log2
 from typing import Any, Final
 
 from sympy import (
@@ -52,11 +52,25 @@ _COMMANDS: Final = re.compile(
     r"\\(?:int|iint|oint|sum|prod|lim)(?![A-Za-z])|\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|[dt]?frac|[dt]?binom)(?![A-Za-z])"
 )
 _MAX_COMMANDS: Final = 40
+_COMBINATIONS: Final = re.compile(r"\\[dt]?binom\s*\{\s*(\d{5,})\s*\}\s*\{\s*(\d+)\s*\}")
+_MAX_COMBINATION_BITS: Final = 4000
 _LARGE_BINOMIAL: Final = re.compile(
     r"binom\s*\{[^{}]*(?:\d{5}|[!^])|(?<![\d.])\d{5,}\s*(?:C\s*\d|choose)|(?<![A-Za-z])C\s*\(\s*\d{5}"
     r"|\d{5,}\}?\s*C\s*_|\\Gamma\s*\(?\s*\d{5}"
 )
 """Number of combinations that the library would compute while it parses."""
+
+
+def with_combinations(text: str) -> str:
+    r"""Replaces ``\binom{10000}{2}`` and others of five digits or more by their values, if short."""
+
+    def value(match: re.Match[str]) -> str:
+        total, chosen = int(match[1]), int(match[2])
+        chosen = min(chosen, total - chosen)
+        is_short = 0 <= chosen * total.bit_length() <= _MAX_COMBINATION_BITS
+        return str(comb(total, chosen)) if is_short else match[0]
+
+    return _COMBINATIONS.sub(value, text)
 
 
 def max_characters(expected: str) -> int:

@@ -10,6 +10,12 @@ from typing import Final
 
 _NUMBER: Final = re.compile(r"\s*\$?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)\s*\$?\s*")
 _WITH_UNIT: Final = re.compile(r"\s*\$?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?![\d,.(])[^=<>()]*")
+_RATIONAL: Final = re.compile(
+    r"[\s$]*-?(?:(?:\d+\s*)?(?:\\[dt]?frac\s*(?:\{\d+\}\s*\{\d+\}|\d\s*\d)|(?<=\s)\d+/\d+)|\d+/\d+|\d*\.\d+)[\s$]*"
+)
+_WHOLE_AND_FRACTION: Final = re.compile(
+    r"(?<![\w.,/}])(\d+)\s*(?:and|\\text\s*\{\s*and\s*\})\s*(?:\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)\s*(\d))|(\d+)/(\d+))(?![\d/])"
+)
 _CONSTANT: Final = re.compile(r"\+\s*C\s*\$?\s*$")
 _BASE: Final = re.compile(r"\d\s*_\s*\{?\s*\d+")
 _NAMES_OF_BASES: Final[Mapping[str, int]] = {
@@ -32,7 +38,8 @@ _ARRANGEMENTS: Final = re.compile(
     r"|(?:\{\})?[\^_]\s*\{?(\d+)\}?\s*(?:\\text|\\mathrm)?\s*\{?\s*P\s*\}?\s*_\s*\{?(\d+)\}?"
 )
 _REMAINDER: Final = re.compile(
-    r"^.*\\equiv\s*(-?\d+)\s*(?:\\pmod|\\bmod|\\mod|\(\s*\\?(?:mod|bmod))(?![A-Za-z])[\s{]*\d+[\s})]*$"
+    r"^(?:(?P<sign>.*\\equiv)|[\s$]*)\s*(?P<number>-?\d{1,100})\s*(?:\\pmod|\\bmod|\\mod|\(\s*\\?b?mod)(?![A-Za-z])"
+    r"[\s{]*(?P<modulus>\d{1,100})[\s})$]*$"
 )
 _DECIMAL_COMMA: Final = re.compile(
     r"^(\s*\$?-?\d+),(\d{1,2}|\d{4,})(?![\d,])(?=\s*(?:[A-Za-z\\$%°€£.]|$))"
@@ -47,6 +54,16 @@ def _combinations(match: re.Match[str]) -> str:
 def _arrangements(match: re.Match[str]) -> str:
     total, chosen = (group for group in match.groups() if group)
     return f"\\frac{{{total}!}}{{({total}-{chosen})!}}"
+
+
+def _remainder(match: re.Match[str]) -> str:
+    is_reduced = match["sign"] or 0 <= int(match["number"]) < int(match["modulus"])
+    return match["number"] if is_reduced else match[0]
+
+
+def _mixed_number(match: re.Match[str]) -> str:
+    whole, above, below = (group for group in match.groups() if group)
+    return f"{whole}\\frac{{{above}}}{{{below}}}"
 
 
 def _interval(match: re.Match[str]) -> str:
@@ -70,8 +87,9 @@ _RULES: Final[
 ] = (
     (_NUMBER, _COMBINATIONS, _combinations),
     (_NUMBER, _ARRANGEMENTS, _arrangements),
-    (_NUMBER, _REMAINDER, r"\1"),
+    (_NUMBER, _REMAINDER, _remainder),
     (_WITH_UNIT, _DECIMAL_COMMA, r"\1.\2"),
+    (_RATIONAL, _WHOLE_AND_FRACTION, _mixed_number),
     (_INTERVAL, _OUTWARD_BRACKETS, _interval),
     (_BASE, _IN_BASE, _in_base),
     (_CONSTANT, _OWN_CONSTANT, _constant),

@@ -102,7 +102,17 @@ _FOREIGN_NOUN = re.compile(
     r"^\s*(-?\d[\d.,]*)\s+(?=[^\x00-\x7f]|[a-z]+[^\x00-\x7f])[^\W\d_]{2,}\.?\s*$", re.IGNORECASE
 )
 _AND_A_HALF = re.compile(r"(?<![\w.,/])(\d+)\s+and\s+(?:a|one)\s+half\b")
-_PLAIN_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])(?=[\s)*/+^.$-]|$)")
+_PLAIN_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])(?=[\s)*/+^.$-]|$)|π")
+_ROOT_SIGN = re.compile(r"([√∛∜])\s*(?:(\d+(?:\.\d+)?)|\(([^()√∛∜]*)\))")
+_DEGREES_OF_ROOTS: Final = {"√": "", "∛": "[3]", "∜": "[4]"}
+_ROOT_OF_NEGATIVE = re.compile(r"\\sqrt\s*\[\s*(\d*[13579])\s*\]\s*\{\s*-\s*(\d+)\s*\}")
+_DIVIDED_BY_FRACTION = re.compile(r"(÷|\\div(?![A-Za-z]))\s*(\d+)\s*/\s*(\d+)(?![\d/])")
+_ALL_EXCEPT = re.compile(
+    r"^\s*(?:all\s+real(?:s|\s+(?:numbers|values))(?:\s+of\s+\$?[a-z]\$?)?|\\mathbb\s*\{?R\}?"
+    r"|\N{DOUBLE-STRUCK CAPITAL R})\s*,?\s*(?:except|excluding|other\s+than|but)(?:\s+for)?\s+"
+    r"\$?(?:[a-z]\s*(?:=|\\neq?|\N{NOT EQUAL TO})\s*)?([-\d][^A-Za-z$]*(?:and\s+-?\d+)?)[\s$.]*$",
+    re.IGNORECASE,
+)
 _PLAIN_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
 _REPEATING_IN_BRACKETS = re.compile(r"(\d*\.\d*)\((\d+)\)")
 _OTHER_DIGITS = re.compile(r"(?![0-9])\d")
@@ -305,7 +315,9 @@ _MAGNITUDE = re.compile(
     r"(?<=\d)(?:[\s~]|\\[,;:! ])*(\\text\w*\s*\{\s*)?(thousand|million|billion|trillion)s?\b"
 )
 _PER_CENT = re.compile(r"(?<![\w.,])(\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)((?:\s|[$}])*)\\?%")
-_SHARE_BEFORE_PER_CENT = re.compile(r"^[^\n=%A-Za-z]*=\s*(?=[\d.]+\s*\\?%[\s.$]*$)", re.MULTILINE)
+_SHARE_BEFORE_PER_CENT = re.compile(
+    r"^(?:[^\n=%A-Za-z]*=)+\s*(?=[\d.]+\s*\\?%[\s.$]*$)", re.MULTILINE
+)
 _WHOLE_PER_CENT = re.compile(r"\s*\$?([^%$]+?)(?:\s|\$)*\\?%[\s.$]*")
 _TRUE = (
     r"(?:right|correct|true|valid|possible|so|sure|certain|(?:determin|answer|solv|comput|calculat)ed|found|known"
@@ -318,6 +330,18 @@ _REFUSAL = re.compile(
     r"|\b(?:can\s*not|can['\u2019]t|impossible\s+to)\s+(?:be\s+)?(?:answer|determin|solv|help)",
     re.IGNORECASE,
 )
+_DENIES = re.compile(
+    r"\b(?:not|never|no|nor|or|wrong|incorrect|false|unlike)\b|n['\u2019]t\b", re.IGNORECASE
+)
+_RELATION = re.compile(r"[<>]|\\(?:[lg](?:e|eq|t)|neq?)(?![A-Za-z])|[≤≥≠]")
+_GROUP_AT_END = (
+    r"(?:(?<=[A-Za-z,:=]\s)|(?<==))(?=.*,)[(\[{](?:[^()\[\]{}]|[({][^()\[\]{}]*[)}])*[)\]}]"
+)
+_LAST_FORMULA = re.compile(rf"(\$[^$]+\$|\\\([^()]+\\\)|{_GROUP_AT_END})[\s.]*$")
+_NAME = re.compile(r"[\s$]*[A-Za-z][\w ]*")
+_LETTER_IN = re.compile(r"[A-Za-z]")
+_WITH_DIGIT = re.compile(r"\$[^$]*[\d<>][^$]*\$|[(\[{][^()\[\]{}]*\d[^()\[\]{}]*[)\]}]")
+"""Another formula of a line that may be an answer, too."""
 _LISTED = r"-?\d+(?:\.\d+)?"
 _ENUMERATION = re.compile(
     rf"(?<![\w.,/^{{]){_LISTED}(?:(?:[,;|]\s+|\s+)(?:or\s+|and\s+)?{_LISTED}){{2,}}[\s.!)\]]*$"
@@ -365,8 +389,13 @@ def normalized(text: str) -> str:
     text = "".join(map(_unfractioned, text))
     text = _OTHER_DIGITS.sub(lambda sign: str(unicodedata.digit(sign[0])), text)
     text = _REPEATING_IN_BRACKETS.sub(r"\1\\overline{\2}", _PLAIN_ROOT.sub(r"\\sqrt{\1}", text))
-    text = _PLAIN_PI.sub(r"\\pi ", _AND_A_HALF.sub(r"\1.5", text))
+    text = _PLAIN_PI.sub(r"\\pi ", _AND_A_HALF.sub(r"\1.5", text)).replace("≡", "\\equiv ")
+    text = _DIVIDED_BY_FRACTION.sub(r"\1\\frac{\2}{\3}", _ROOT_SIGN.sub(_as_root, text))
     return _UNDERLINED.sub("", _INVISIBLE.sub("", text))
+
+
+def _as_root(root: re.Match[str]) -> str:
+    return f"\\sqrt{_DEGREES_OF_ROOTS[root[1]]}{{{root[2] or root[3]}}}"
 
 
 def _unraised(signs: re.Match[str]) -> str:
@@ -390,6 +419,8 @@ def spelled(answer: str) -> str:
     if name in _SAME_WORDS:
         return _SAME_WORDS[name]
     answer = _WHOLE_FONT.sub(r"\1", answer)
+    if exception := _ALL_EXCEPT.match(answer):
+        return f"\\mathbb{{R}}\\setminus\\{{{_CONJUNCTION.sub(',', exception[1])}\\}}"
     answer = _OUT_OF.sub(r"\\frac{\1}{\2}", _FOREIGN_NOUN.sub(r"\1", answer))
     answer = _NUMBER_OF_PARTS.sub(_as_quotient, _NESTED_LIST.sub(_as_matrix, answer))
     answer = _BEFORE_YEAR.sub("", _OPTION.sub("", answer))
@@ -515,6 +546,26 @@ def is_refusal(line: str) -> bool:
 def is_enumeration(line: str) -> bool:
     """Returns True if a line ends with three or more numbers, such as ``one of 1 2 3``."""
     return bool(_ENUMERATION.search(_SPACED_THOUSANDS.sub("0", line)))
+
+
+def is_relation(answer: str) -> bool:
+    return bool(_RELATION.search(answer))
+
+
+def is_list(answer: str) -> bool:
+    """Returns True if an answer has several items, which a comma separates."""
+    return "," in answer and not _GROUPED.fullmatch(answer)
+
+
+def last_formula(line: str) -> str:
+    """Returns the formula or group in brackets at the end of a line that has no other and denies nothing."""
+    name, *pieces = line.split("=")
+    if len(pieces) > 1 and _NAME.fullmatch(name) and all(map(_LETTER_IN.search, pieces[:-1])):
+        return pieces[-1].strip(" .$")
+    match = _LAST_FORMULA.search(line)
+    if match is None or _DENIES.search(line) or _WITH_DIGIT.search(line[: match.start()]):
+        return ""
+    return match[1]
 
 
 def is_clock(answer: str) -> bool:
@@ -745,6 +796,7 @@ def as_latex(answer: str) -> str:
     tidy = _FUNCTION.sub(r"\\\1", _LETTER_TIMES.sub(r"\1\\times 10^", tidy))
     tidy = _FUNCTION_OF_LETTER.sub(r"\\\1(\2)", tidy)
     tidy = _POWER_OF_TEN.sub(r"\1\\times 10^{\2}", _ORDINAL.sub("", tidy))
+    tidy = _ROOT_OF_NEGATIVE.sub(r"(-\\sqrt[\1]{\2})", tidy)
     tidy = _MIXED.sub(r"\1\\frac{\2}{\3}", _ALL.sub("", tidy))
     tidy = _TIMES_NUMBER.sub(r"\1\\cdot(", tidy)
     if text_match := re.fullmatch(r"\\text\w*\s*\{([^{}]*\d[^{}]*)\}", tidy):

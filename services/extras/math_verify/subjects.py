@@ -1,0 +1,86 @@
+"""Compares names in a final answer with those in a question: who has 240 sheep, who is the youngest. Pure."""
+
+import re
+from functools import lru_cache
+from typing import Final
+
+from services.extras.math_verify import asked, question
+
+_NAME: Final = r"[A-Z][a-z]+(?:\s+[A-Z][a-z]+)*"
+_NAMES: Final = rf"{_NAME}(?:(?:,\s*(?:and\s+)?|\s+and\s+){_NAME})*"
+_ASKED_SUBJECT: Final = re.compile(rf"\b(?:{asked.AUXILIARY_VERBS})\s+({_NAMES})\b(?!['\u2019])")
+_SUBJECT: Final = re.compile(
+    rf"(?:^\s*|[.,;!?\n]\s*|\b(?:[Ss]o|[Tt]hus|[Tt]hen|[Hh]ence|[Tt]herefore|that|and)\s+)({_NAME})"
+    rf"(?:\s*[:=]|(?:\s+[a-z]+){{1,4}})?[\s\N{{CURRENCY SIGN}}]*$"
+)
+_NO_NAME: Final = re.compile(
+    rf"(?:{asked.FUNCTION_WORDS}|{asked.AUXILIARY_VERBS}|the|an?|so|thus|hence|therefore|some|most|many|one|two|three"
+    r"|first|next|finally|also|since|because|how|total|(?:mon|tues|wednes|thurs|fri|satur|sun)day|january|february"
+    r"|march|april|may|june|july|august|september|october|november|december)",
+    re.IGNORECASE,
+)
+_STATES_A_FACT: Final = r"\s+(?:had|[a-z]+s|[a-z]+ed)\b"
+_NEGATION: Final = re.compile(r"\b(?:not|never|no)\b|n['\u2019]t\b", re.IGNORECASE)
+_LEAD: Final = re.compile(r"^(?:so|thus|hence|therefore)\b,?\s*", re.IGNORECASE)
+_PAST: Final = {
+    form: verb
+    for pair in (
+        "won:win ran:run ate:eat sold:sell paid:pay spent:spend made:make got:get had:have has:have was:is",
+        "were:is are:is did:do does:do came:come took:take lost:lose",
+    )
+    for form, verb in re.findall(r"(\w+):(\w+)", pair)
+}
+_PREDICATE_WORDS: Final = frozenset({"the", "a", "an", "is", "one"})
+_MAX_NAME_WORDS: Final = 3
+
+
+@lru_cache(maxsize=64)
+def _asked_names(prompt: str) -> frozenset[str]:
+    """Returns the words of the names after ``does`` and other auxiliary verbs of the sentences that ask."""
+    subjects = _ASKED_SUBJECT.findall(question.asked(prompt))
+    return frozenset(re.findall(r"[A-Z][a-z]+", " ".join(subjects)))
+
+
+def is_of_other_name(prompt: str, before: str, rest: str) -> bool:
+    """Returns True for ``Toulouse has 240 sheep`` if a question asks how many Seattle has and names both.
+
+    Args:
+        before: What a final answer says before its number.
+        rest: What it says after it.
+    """
+    asked_names, subject = _asked_names(prompt), _SUBJECT.search(before)
+    if not asked_names or subject is None:
+        return False
+    names = {*subject[1].split()}
+    if not asked_names.isdisjoint({*names, *re.findall(r"[A-Z][a-z]+", rest)}):
+        return False
+    return all(_is_name(prompt, name) for name in names)
+
+
+def _is_name(prompt: str, word: str) -> bool:
+    """Returns True if a question has a word only with a capital, inside a sentence or before a verb."""
+    if _NO_NAME.fullmatch(word) or re.search(rf"\b{word.casefold()}\b", prompt):
+        return False
+    return bool(re.search(rf"[a-z,]\s+{word}\b|\b{word}{_STATES_A_FACT}", prompt))
+
+
+def without_predicate(prompt: str, expected: str, response: str) -> str:
+    """Returns the expected name for a last line such as ``Bob wins`` if the question is who wins."""
+    asking = question.asked(prompt)
+    line = _LEAD.sub("", response.rstrip().rpartition("\n")[2].replace("**", "")).strip(" .!")
+    name, rest = line[: len(expected)], line[len(expected) :]
+    if (
+        name.casefold() != expected.casefold()
+        or not name[:1].isalpha()
+        or len(name.split()) > _MAX_NAME_WORDS
+        or not re.fullmatch(r"(?:\s+[a-z]+)+", rest)
+        or _NEGATION.search(asking)
+    ):
+        return response
+    allowed = {*map(_verb_stem, re.findall(r"[a-z]+", asking))} | _PREDICATE_WORDS
+    return name if {*map(_verb_stem, rest.split())} <= allowed - {"and", "or"} else response
+
+
+def _verb_stem(word: str) -> str:
+    """Returns the infinitive of a verb; nouns lose their plural, too."""
+    return _PAST.get(word) or re.sub(r"(?<=..)(?:ed|s)$", "", word)
