@@ -17,7 +17,7 @@ from kubernetes.client import ApiException, CoreV1Api
 
 from tests.cluster.dns import serve_dns
 from tests.cluster.image_archives import import_images
-from tests.cluster.machine import unchanged_machine, unmount_below
+from tests.cluster.machine import unchanged_machine, unmount_below, weigh_pods
 from tests.cluster.network import NODE_IP, POD_RANGE, SERVICE_RANGE, own_network
 from tests.cluster.node_config import (
     DNS_IP,
@@ -117,6 +117,7 @@ def node(cluster: Cluster) -> Iterator[Cluster]:
         )  # fmt: skip
         _create_dns_service(cluster.core)
         processes.wait_for("a ready node", lambda: _is_ready(cluster.core, NODE), _START_S)
+        weigh_pods()
         try:
             yield cluster
         finally:
