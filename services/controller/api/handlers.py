@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from services.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
-from services.common.runspec.keys import flat
+from services.common.runspec.keys import fields_of, flat
 from services.common.runspec.loader import SpecError, canonical_json, parse_spec, spec_digest
 from services.common.runspec.run import RunSpec
 from services.common.telemetry import tracing
@@ -72,6 +72,11 @@ _USER = frozenset(
     }
 )
 
+_KEYS = "|".join(re.escape(key) for key, _ in fields_of(RunSpec) if key.count(".") == 1)
+# A worker that ended itself because of code of the user or the value of a key.
+_ENDED_BY_USER = re.compile(
+    rf"\S+ exited with exit code \d+[^:\n]*?(?: while it ran '|:.*?(?<![\w./])(?:{_KEYS})(?![\w/]))"
+)
 # The message begins with the lost worker or with the called service.
 _COMPONENT = re.compile(r"([a-z_]+-\d+)\b|/slipstream\.([a-z]+)\.v1\.")
 
@@ -104,14 +109,14 @@ def error_of(run: Run) -> RunError | None:
     if run.state is not RunState.FAILED:
         return None
     category: Literal["USER", "SYSTEM", "INFRA"] = "SYSTEM"
-    if run.state_reason in _INFRA:
-        category = "INFRA"
-    elif run.state_reason in _USER:
+    if run.state_reason in _USER or _ENDED_BY_USER.match(run.message):
         category = "USER"
+    elif run.state_reason in _INFRA:
+        category = "INFRA"
     return RunError(
         code=run.state_reason,
         category=category,
-        recoverable=run.state_reason in _RECOVERABLE,
+        recoverable=run.state_reason in _RECOVERABLE and category != "USER",
         message=run.message,
         component=_component_of(run),
         trace_id=tracing.of_step(run.run_id, run.step + 1).trace_id,

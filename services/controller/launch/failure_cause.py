@@ -76,7 +76,8 @@ class _Failure:
         """Returns what to report; empty if another process's failure is the cause."""
         if _CONSEQUENCE.search(self.text):
             return "" if _CONSEQUENCE.search(self.root) else self.root
-        return f"{self.text}; caused by {self.root}" if self.root else self.text
+        has_other_root = self.root and self.root != self.text
+        return f"{self.text}; caused by {self.root}" if has_other_root else self.text
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ class WorkerExit:
         code = f" while it ran {reference!r}, which must not end the process" if reference else ""
         cause = self._cause() or (lines[0] if len(lines) == 1 and not code else "")
         head = f"{self.worker_id} exited {self._status}{first}{code}"
-        if cause or code or not lines:
+        if cause or code or self._is_short or not lines:
             return f"{head}{cause and ': '}{cause} (log: {where})"
         return "\n".join([f"{head} (log: {where}); last log lines:", *lines])
 
@@ -48,14 +48,17 @@ class WorkerExit:
         return first_cause(self.last_lines, is_exit=self.code is not None)
 
     @property
+    def _is_short(self) -> bool:
+        """True if the kernel may have killed it; without the fork server its status is unknown."""
+        return self.num_oom_kills > 0 and self.code in (None, -signal.SIGKILL)
+
+    @property
     def _status(self) -> str:
-        if self.code is None:
-            return "with an unknown status"
-        is_short = self.num_oom_kills and self.code == -signal.SIGKILL
-        memory = " (memory was short: the kernel killed processes of this host)" if is_short else ""
-        return (
-            f"with signal {-self.code}{memory}" if self.code < 0 else f"with exit code {self.code}"
-        )
+        status = "an unknown status" if self.code is None else f"exit code {self.code}"
+        if self.code is not None and self.code < 0:
+            status = f"signal {-self.code}"
+        reason = " (memory was short: the kernel killed processes of this host)"
+        return f"with {status}{reason if self._is_short else ''}"
 
 
 def log_command(run_id: str, worker_id: str) -> str:

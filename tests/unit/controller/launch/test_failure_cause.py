@@ -307,3 +307,23 @@ def test_a_kill_while_memory_was_short_says_so(code, num_kills, is_named):
         num_oom_kills=num_kills,
     )
     assert ("memory was short" in worker_exit.report()) is is_named
+
+
+def test_a_killed_workers_last_lines_do_not_hide_that_memory_was_short():
+    """Nobody knows the status of a fork whose parent was killed, too."""
+    worker_exit = WorkerExit(
+        run_id="r",
+        worker_id="w",
+        code=None,
+        last_lines="loading\nloaded",
+        log="/l",
+        num_oom_kills=2,
+    )
+    memory = "(memory was short: the kernel killed processes of this host)"
+    assert worker_exit.report() == f"w exited with an unknown status {memory} (log: l)"
+
+
+def test_an_exception_that_was_raised_again_is_named_once():
+    lines = ["Traceback (most recent call last):", '  File "/s.py"', "RuntimeError: no thread"]
+    chain = "\nThe above exception was the direct cause of the following exception:\n"
+    assert first_cause("\n".join([*lines, chain, *lines])) == "RuntimeError: no thread"

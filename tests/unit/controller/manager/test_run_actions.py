@@ -552,6 +552,31 @@ async def test_a_failed_run_has_the_party_at_fault(api, database):
 
 
 @pytest.mark.parametrize(
+    ("end", "is_of_user"),
+    [
+        ("exit code 1: ValueError: rollout.rewards.0.name: 'r.py:f' raised KeyError: 'x'", True),
+        ("exit code 1, rank 1 first: OutOfMemoryError; lower trainer.tokens_per_micro_batch", True),
+        ("exit code 3 while it ran '/c/data.py:train', which must not end the process", True),
+        ("exit code 1: ValueError: Free memory on device cuda:0 is less than desired", False),
+        ("exit code 1: RuntimeError: model.layers.0.weight has another size", False),
+        ("exit code 1: OSError: /data/rollout.rewards/1: no space left on device", False),
+        ("signal 9 (memory was short: the kernel killed processes of this host)", False),
+        ("signal 11: services.trainer.steps raised", False),
+    ],
+)
+async def test_a_worker_that_a_value_or_code_of_the_user_ended_is_the_users_fault(
+    api, database, end, is_of_user
+):
+    await submitted(api)
+    run_id = await submitted(api)
+    message = f"rollout-0 exited with {end} (log: /s/rollout-0.log)"
+    RunStore(database).apply(run_id, RunEvent.FAIL, reason="WorkerLost", message=message)
+    error = (await api.get(f"/v1/runs/{run_id}")).json()["error"]
+    assert error["category"] == ("USER" if is_of_user else "INFRA")
+    assert error["recoverable"] is not is_of_user
+
+
+@pytest.mark.parametrize(
     ("reason", "category"), [("CheckpointUnusable", "INFRA"), ("OtherCheckpoint", "USER")]
 )
 async def test_a_run_whose_checkpoint_cannot_be_loaded_does_not_succeed_again(
