@@ -248,7 +248,12 @@ def _started_in(state_directory: Path) -> str:
     """Returns the address of the running controller that was started in a folder; empty if there is none."""
     try:
         url = str(json.loads((state_directory / UP_FILE).read_text(encoding="utf-8"))["url"])
-    except FileNotFoundError:
+    except PermissionError as error:
+        raise ApiError(
+            f"{state_directory} cannot be read ({error.strerror}); its owner can, or name the controller's "
+            "address with --url"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is being written
         return ""
     return url if url in running_controllers() else ""
 

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
+from sqlalchemy.exc import SQLAlchemyError
 
 from services.cli.api import NO_CONTROLLER, ApiError
 from services.common.security.confinement import CodePolicy
@@ -25,7 +26,7 @@ from services.controller.manager.runs import RunManager
 from services.controller.membership import Membership
 from services.controller.run.train.checkpoints import relocate_checkpoints
 from services.controller.settings import DATABASE_FILE, Limits
-from services.controller.store.database import Database
+from services.controller.store.database import Database, DatabaseError
 
 URL = "http://ended.runs"
 """Base address of the API, which is not on any network."""
@@ -33,10 +34,24 @@ URL = "http://ended.runs"
 
 @asynccontextmanager
 async def ended_runs(state_directory: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """Yields an HTTP client of an API in this process over a folder's database; it runs no training."""
-    with _writable(state_directory) as file:
-        async with _api_of(file, state_directory) as http:
-            yield http
+    """Yields an HTTP client of an API in this process over a folder's database; it runs no training.
+
+    Raises:
+        ApiError: If the database cannot be read.
+    """
+    try:
+        with _writable(state_directory) as file:
+            async with _api_of(file, state_directory) as http:
+                yield http
+    except PermissionError as error:
+        raise ApiError(
+            f"{error.filename} cannot be read ({error.strerror}); its owner can"
+        ) from error
+    except (DatabaseError, SQLAlchemyError) as error:
+        raise ApiError(
+            f"{state_directory / DATABASE_FILE} cannot be read ({getattr(error, 'orig', error)}); if it is "
+            "damaged, 'slipstream restore' replaces it by a backup"
+        ) from error
 
 
 @contextmanager

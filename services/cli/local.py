@@ -75,7 +75,8 @@ def write_bytecode() -> None:
     a run then compiles them again, which doubles the time of its imports.
     """
     specs = (importlib.util.find_spec(name) for name in _LARGE_PACKAGES)
-    if any(spec and spec.cached and not Path(spec.cached).exists() for spec in specs):
+    # A folder of bytecode that this user may not read raises an error in Path.exists().
+    if any(spec and spec.cached and not os.path.exists(spec.cached) for spec in specs):  # noqa: PTH110
         sys.dont_write_bytecode = False
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

@@ -133,8 +133,8 @@ def missing_folder(path: str) -> str:
     if not path.startswith(("/", ".", "~")) or is_folder(path):
         return ""
     return (
-        f"folder {path!r} does not exist; use a folder with a model, a Hugging Face id such as "
-        "'Qwen/Qwen2.5-0.5B', or a preset such as 'tiny:qwen2-0.4m'"
+        f"folder {path!r} does not exist, or cannot be read; use a folder with a model, a Hugging Face id "
+        "such as 'Qwen/Qwen2.5-0.5B', or a preset such as 'tiny:qwen2-0.4m'"
     )
 
 

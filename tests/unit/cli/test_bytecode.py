@@ -5,8 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from services.cli import local
 
 _PROGRAM = """
 import json, os, sys
@@ -32,3 +35,12 @@ def test_it_is_written_only_if_it_is_missing(tmp_path: Path, has_bytecode: bool)
         check=True,
     )
     assert json.loads(result.stdout) == ([True, "1"] if has_bytecode else [False, None])
+
+
+def test_bytecode_in_a_folder_that_cannot_be_read_is_no_error(monkeypatch) -> None:
+    spec = SimpleNamespace(cached="/" + "x" * 300)
+    monkeypatch.setattr(local.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    local.write_bytecode()
+    assert not sys.dont_write_bytecode

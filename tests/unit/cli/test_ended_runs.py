@@ -3,12 +3,13 @@
 import json
 import shutil
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 from typer.testing import CliRunner
 
-from services.cli import api_calls
+from services.cli import api_calls, ended_runs
 from services.cli.main import app
 from services.controller.run.train.checkpoints import CheckpointStore, relocate_checkpoints
 from services.controller.settings import DATABASE_FILE
@@ -84,3 +85,53 @@ def test_a_checkpoint_that_is_still_there_keeps_its_path(ended, tmp_path):
         str(root / run_id / "checkpoints" / "step-2")
         for root, run_id in zip((ended, copy), IDS, strict=True)
     ]
+
+
+def failed(*arguments):
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 1, (result.output, result.exception)
+    return result.output
+
+
+@pytest.mark.parametrize("content", [b"not a database" * 400, None], ids=["damaged", "folder"])
+@pytest.mark.parametrize("command", ["list", "get", "checkpoints", "events"])
+def test_a_database_that_cannot_be_read_is_named_with_a_fix(ended, content, command):
+    for file in ended.glob(f"{DATABASE_FILE}*"):
+        file.unlink()
+    if content is None:
+        (ended / DATABASE_FILE).mkdir()
+    else:
+        (ended / DATABASE_FILE).write_bytes(content)
+    output = failed(command)
+    assert output.startswith(f"error: runs/{DATABASE_FILE} cannot be read (")
+    assert "slipstream restore" in output
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"url"'])
+def test_an_address_that_is_being_written_is_no_address(ended, text):
+    (ended / api_calls.UP_FILE).write_text(text)
+    assert "second" in said("list")
+
+
+def test_a_state_directory_of_another_user_is_named(ended, monkeypatch):
+    def refuse(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(ended_runs, "Database", refuse)
+    message = f"runs/{DATABASE_FILE} cannot be read (Permission denied); its owner can"
+    assert message in failed("list")
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert failed("list").startswith(
+        "error: runs cannot be read (Permission denied); its owner can"
+    )
+
+
+def test_a_checkpoint_whose_stored_path_cannot_be_read_is_found_in_the_moved_folder(ended):
+    path = "/" + "x" * 300 + f"/{IDS[0]}/checkpoints/step-2"
+    with closing(Database(f"sqlite:///{ended / DATABASE_FILE}")) as database:
+        with database.write_unfenced() as connection:
+            query = sa.update(CHECKPOINTS).where(CHECKPOINTS.c.run_id == IDS[0])
+            connection.execute(query.values(path=path))
+        relocate_checkpoints(database, ended)
+        (checkpoint,) = CheckpointStore(database).list_checkpoints(IDS[0])
+    assert checkpoint.path == str(ended / IDS[0] / "checkpoints" / "step-2")

@@ -9,6 +9,7 @@ that resumes from a checkpoint trains exactly what an uninterrupted run would.
 import asyncio
 import itertools
 import json
+import os
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -109,7 +110,8 @@ def _moved(row: Any, state_directory: Path) -> str:
         return ""
     _, is_in_run, rest = row.path.partition(f"/{row.run_id}/")
     path = state_directory.absolute() / row.run_id / rest
-    return str(path) if is_in_run and not Path(row.path).exists() and path.is_dir() else ""
+    is_there = os.path.exists(row.path)  # noqa: PTH110 -- it raises no error for a folder of another user
+    return str(path) if is_in_run and not is_there and path.is_dir() else ""
 
 
 class CheckpointStore:

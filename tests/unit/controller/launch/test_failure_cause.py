@@ -320,7 +320,7 @@ def test_a_killed_workers_last_lines_do_not_hide_that_memory_was_short():
         num_oom_kills=2,
     )
     memory = "(memory was short: the kernel killed processes of this host)"
-    assert worker_exit.report() == f"w exited with an unknown status {memory} (log: l)"
+    assert worker_exit.report() == f"w exited with an unknown status {memory} (log: /l)"
 
 
 def test_an_exception_that_was_raised_again_is_named_once():
