@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from pkgutil import resolve_name
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -11,7 +10,7 @@ from transformers import PretrainedConfig
 from services.common.memory.trainer import SPARE, trainer_memory
 from services.common.models.families import check_trainer
 from services.common.models.stages import bubble, most_packs
-from services.common.runspec.engines import train_engine_kind
+from services.common.runspec.engines import untrainable
 from services.common.runspec.rules import problems
 from services.common.runspec.run import RunSpec
 
@@ -114,7 +113,7 @@ def _allowed(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[RunSpec]:
             engine = "fsdp"
         update = {"engine": engine, "pipeline_parallel": stages, **sharing}
         changed_spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update=update)})
-        if now.issuperset(problems(changed_spec)) and not [*_engine_problems(changed_spec, config)]:
+        if now.issuperset(problems(changed_spec)) and not [*untrainable(changed_spec, config)]:
             yield changed_spec
 
 
@@ -128,12 +127,6 @@ def _sizes(world_size: int, *, node_gpus: int) -> Iterator[tuple[int, int, int, 
         sharing = [number for number in divisors if num_data % number == 0]
         for experts, context in product(sharing, sharing):
             yield stages, tensor, experts, context
-
-
-def _engine_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
-    find = train_engine_kind(spec.trainer.engine).problems
-    if find is not None:
-        yield from resolve_name(find)(spec, config)
 
 
 def _planned(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> Layout:

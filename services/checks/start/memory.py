@@ -177,15 +177,12 @@ def _neighbours(spec: RunSpec, *, gpus: int) -> tuple[list[str], list[str]]:
     roles: dict[str, str] = {worker: role for role, worker in worker_names(spec)}
     host = HostGpus([str(number) for number in range(gpus)])
     host.assign(spec.name, gpu_needs(spec), hosts=gpu_hosts(spec))
-    names = [
-        next((w for w, role in roles.items() if role == kind), "")
-        for kind in ("trainer", "rollout")
-    ]
-    neighbour_counts = [
-        [roles[worker] for worker in host.workers_sharing(spec.name, name)] if name else []
-        for name in names
-    ]
-    return neighbour_counts[0], neighbour_counts[1]
+
+    def neighbours(kind: str) -> list[str]:
+        name = next((worker for worker, role in roles.items() if role == kind), "")
+        return [roles[w] for w in host.workers_sharing(spec.name, name)] if name else []
+
+    return neighbours("trainer"), neighbours("rollout")
 
 
 def smallest_change(

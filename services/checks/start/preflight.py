@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,8 +15,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from services.checks.start.hub import go_offline_unless_reachable, hub_is_needed, model_config
 from services.checks.start.machine import (
@@ -48,6 +47,7 @@ from services.common.models.families import (
     Family,
     check_trainer,
     exact_tokens,
+    is_mixture,
     routing_shape,
 )
 from services.common.models.made_tokenizers import (
@@ -62,7 +62,7 @@ from services.common.models.weight_formats import FORMATS, other_problems
 from services.common.parent import die_with_parent, disconnect_forks
 from services.common.runspec.base import did_you_mean
 from services.common.runspec.data import kind_of
-from services.common.runspec.engines import engine_kind, train_engine_kind
+from services.common.runspec.engines import engine_kind, untrainable
 from services.common.runspec.examining import argument_problems
 from services.common.runspec.formulas import ADVANTAGES, LOSSES
 from services.common.runspec.loader import Draft, SpecError, read_draft
@@ -483,7 +483,7 @@ def examined_here(
     notes += _warmup_notes(spec, sources)
     if problems and is_offline:
         problems.append(_OFFLINE)
-    return RowTrialResult(problems, notes)
+    return RowTrialResult([*dict.fromkeys(problems)], notes)
 
 
 def _warmup_notes(spec: RunSpec, opened: Mapping[str, PromptSource]) -> Iterator[str]:
@@ -593,20 +593,25 @@ def _teacher(spec: RunSpec) -> Iterator[str]:
         if spec.needs_reference:
             yield from _weights("teacher", spec.teacher)
             config = read_config(spec.teacher, _vocabulary(spec.of_reference))
-            for problem in check_trainer(
-                config,
-                tensor_parallel=spec.trainer.tensor_parallel,
-                context_parallel=spec.trainer.context_parallel,
-            ):
-                yield _of_teacher(problem)
-            for problem in _engine_model(spec, config):
-                if "model.path" in problem:  # others are reported with the run's own model
-                    yield _of_teacher(problem)
+            yield from map(_of_teacher, _reference_problems(spec, config))
         else:
             load_tokenizer(spec.teacher)
     except (ValueError, OSError) as error:  # of functions that load any model
         raise ValueError(_of_teacher(str(error))) from error
     check_teacher(spec)
+
+
+def _reference_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the reasons why a teacher cannot be computed where it is loaded: in the trainer, or apart."""
+    is_apart = spec.topology.own_gpus("ref_logp") > 0
+    layout = spec.topology.scoring if is_apart else spec.trainer
+    key = "topology.scoring" if is_apart else "trainer"
+    # Processes that share the policy's experts compute all of a dense teacher.
+    yield from _division_problems(config, layout, key, axes=_AXES[not is_mixture(config) :])
+    yield from quantization_problems(config)
+    yield from precision_problems(spec, config)
+    if not is_apart:
+        yield from untrainable(spec, config)
 
 
 def _of_teacher(problem: str) -> str:
@@ -626,12 +631,7 @@ def _model(spec: RunSpec) -> Iterator[str]:
         if spec.model.is_tiny:
             return
     config = read_config(spec.model, tokenizer)
-    problems = check_trainer(
-        config,
-        tensor_parallel=spec.trainer.tensor_parallel,
-        expert_parallel=spec.trainer.expert_parallel,
-        context_parallel=spec.trainer.context_parallel,
-    )
+    problems = [*_division_problems(config, spec.trainer, "trainer")]
     is_full = spec.model.is_tiny
     if not is_full:
         try:
@@ -640,7 +640,7 @@ def _model(spec: RunSpec) -> Iterator[str]:
         except ValueError as error:
             problems = problems or [str(error)]
     yield from problems
-    yield from _engine_model(spec, config)
+    yield from untrainable(spec, config)
     yield from _scored_model(spec, config)
     yield from quantization_problems(config)
     yield from precision_problems(spec, config)
@@ -660,25 +660,21 @@ def _model(spec: RunSpec) -> Iterator[str]:
 
 def _scored_model(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
     """Yields the reasons why workers that only score, or a critic, cannot divide the model."""
-    for key, layout in (("topology.scoring", spec.topology.scoring), ("critic", spec.critic)):
-        degrees = {
-            name: size
-            for name in ("tensor_parallel", "expert_parallel")
-            if (size := getattr(layout, name)) > 1
-        }
-        if degrees and not check_trainer(config):
-            for problem in check_trainer(config, **degrees):
-                yield problem.replace("trainer.", f"{key}.")
+    yield from _division_problems(config, spec.critic, "critic")
+    if spec.of_reference.model == spec.model or spec.topology.own_gpus("logp"):
+        yield from _division_problems(config, spec.topology.scoring, "topology.scoring")
 
 
-def _engine_model(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the reasons why the run's training engine cannot train its model."""
-    kind = train_engine_kind(spec.trainer.engine)
-    if kind.problems is not None:
-        find_problems: Callable[[RunSpec, Mapping[str, Any]], Iterable[str]] = resolve_name(
-            kind.problems
-        )
-        yield from find_problems(spec, config)
+_AXES: Final = ("expert_parallel", "tensor_parallel", "context_parallel")
+
+
+def _division_problems(
+    config: Mapping[str, Any], layout: object, key: str, *, axes: Sequence[str] = _AXES
+) -> Iterator[str]:
+    """Yields the reasons why processes with the layout of a section ``key`` would not compute a model."""
+    degrees = {name: getattr(layout, name, 1) for name in axes}
+    for problem in check_trainer(config, **degrees):
+        yield problem.replace("trainer.", f"{key}.")
 
 
 def _built(spec: RunSpec, *, has_workers: bool) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import prod
+from pkgutil import resolve_name
 from typing import Any, Final, Literal
 
 from services.common.doors import Door
@@ -265,3 +266,9 @@ def train_engine_kind(name: str) -> TrainEngineKind:
         ValueError: If the name is unknown.
     """
     return look_up(TRAIN_ENGINES, name, key="trainer.engine")
+
+
+def untrainable(spec: Any, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the reasons why the training engine of a ``RunSpec`` cannot train a model with this config."""
+    if (find := train_engine_kind(spec.trainer.engine).problems) is not None:
+        yield from resolve_name(find)(spec, config)

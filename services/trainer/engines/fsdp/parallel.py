@@ -223,9 +223,10 @@ def _divide(
                 if hasattr(attention, "kv_a_proj_with_mqa"):
                     _sum_latent_gradients(attention, tensor.get_group())
     if topology.experts is not None:
-        if spec.expert_parallel > 1:
+        shared = [*_experts(layers)]  # none of a dense teacher
+        if shared and spec.expert_parallel > 1:
             _check_model(module, expert_parallel=spec.expert_parallel)
-        for experts in _experts(layers):
+        for experts in shared:
             _share(experts, topology)
 
 

@@ -618,3 +618,68 @@ def test_an_unexpected_error_of_the_checks_reaches_the_command(tmp_path, monkeyp
     monkeypatch.setattr("services.checks.start.preflight._formulas", fail)
     with pytest.raises(AssertionError, match="a mistake"):
         read_checked(_draft_of(tmp_path, {}))
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    """Returns a function that saves a random tiny model of a family and returns its folder."""
+
+    def save(family, **shape):
+        config = tiny_config(family, vocab_size=24, max_position_embeddings=4096, **shape)
+        build_model(config, dtype=torch.float32, device="cpu").save_pretrained(tmp_path / family)
+        return str(tmp_path / family)
+
+    return save
+
+
+def distilled(tmp_path, teacher, **changes):
+    """Returns a mixture that learns from a teacher."""
+    chars = {"tokenizer": "chars:0123456789ab"}
+    return spec_with(
+        tmp_path,
+        model={"path": "tiny:qwen3_moe-0.7m", **chars},
+        teacher={"path": teacher, **chars},
+        **changes,
+    )
+
+
+def test_a_dense_teacher_is_computed_by_processes_that_share_the_policys_experts(tmp_path):
+    check(distilled(tmp_path, "tiny:qwen2-0.4m", trainer={"world_size": 2, "expert_parallel": 2}))
+
+
+_APART = {"task_groups": ["train", "ref_logp", "generate"], "ratios": [0.4, 0.4, 0.2], "gpus": 5}
+
+
+@pytest.mark.parametrize(
+    ("key", "parts"),
+    [
+        ("trainer.expert_parallel", {"trainer": {"world_size": 2, "expert_parallel": 2}}),
+        (
+            "topology.scoring.expert_parallel",
+            {
+                "topology": {
+                    **_APART,
+                    "scoring_ranks": 2,
+                    "scoring": {"expert_parallel": 2},
+                }
+            },
+        ),
+    ],
+)
+def test_a_teacher_whose_experts_cannot_be_divided_is_a_problem_of_the_layout_that_divides_it(
+    tmp_path, folder_of, key, parts
+):
+    with pytest.raises(
+        SpecError, match=rf"^{key} is 2, but layers of teacher\.path have 3 experts"
+    ):
+        check(distilled(tmp_path, folder_of("qwen3_moe", num_experts=3), **parts))
+
+
+def test_a_teacher_apart_need_not_be_divided_as_the_policy_is(tmp_path, folder_of):
+    parts = {"trainer": {"expert_parallel": 2}, "topology": _APART}
+    check(distilled(tmp_path, folder_of("qwen3_moe", num_experts=3), **parts))
+
+
+def test_a_teacher_that_the_dtype_overflows_is_a_problem(tmp_path, folder_of):
+    with pytest.raises(SpecError, match=r"trainer\.dtype is float16.*gemma2"):
+        check(distilled(tmp_path, folder_of("gemma2"), trainer={"dtype": "float16"}))
