@@ -69,7 +69,7 @@ def test_a_trainer_on_two_hosts_names_what_it_lost_and_continues_from_its_checkp
         assert "rank 2 on" not in run.lost()[-1]
         _assert_recovered(release, run, f"{engine}_rank")
         facts = run.finish()
-        assert facts["losses"] == 3
+        assert facts["losses"] == 3, run.lost()
 
 
 def test_a_host_that_is_lost_while_its_ranks_send_weights_is_named_and_comes_back(
