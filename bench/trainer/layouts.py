@@ -1,10 +1,12 @@
 """Layouts of a large mixture on many GPUs, by arithmetic alone: ``python -m bench.trainer.layouts``.
 
 For each layout: memory of the rank that needs the most, the bubble of an update, bytes that a GPU sends to
-experts and to the next stage, and bytes that it sends to rollouts. Nothing is measured. Results go to
-``bench/results/trainer-layouts.json``.
+experts and to the next stage, and bytes that it sends to rollouts. In addition, the memory that
+``bench/trainer/stages.py`` measures on two GPUs, as the plan predicts it. Nothing is measured. Results go to
+``bench/results/trainer-layouts.json``; a test compares them with today's plan.
 """
 
+import argparse
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +14,8 @@ import torch
 from transformers import AutoConfig
 
 from bench.report import report_to
+from bench.trainer.stages import ARMS, settings_of, two_gpu_scale
+from bench.trainer.workload import spec_of
 from services.common.memory.sizes import weight_bytes
 from services.common.memory.trainer import trainer_memory
 from services.common.models.stages import bubble, most_packs
@@ -54,19 +58,34 @@ _LAYOUTS: Final = (
 )
 
 
+_UNMEASURED: Final = ("weights in transfer", "context")
+"""Parts of the plan that the peak of a bench's tensors does not include."""
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     config = AutoConfig.for_model("deepseek_v3", **_MODEL)
     weights, active = model_weights(config)
     report_to(
-        RESULTS,
+        parser.parse_args().out,
         {
             "host": "none: arithmetic only",
             "gpus": _GPUS,
             "weights": weights,
             "active_weights": active,
             "layouts": [_planned(layout, config) for layout in _LAYOUTS],
+            "two_gpus_gib": {arm: round(_planned_on_two_gpus(arm), 1) for arm in ARMS},
         },
     )
+
+
+def _planned_on_two_gpus(arm: str) -> float:
+    """Returns the planned GiB of a measurement's tensors on the fullest of two GPUs."""
+    scale = two_gpu_scale()
+    spec = spec_of(scale, **settings_of(arm, world_size=2))
+    parts = trainer_memory(spec, scale.config, gpu_bytes=_GPU_BYTES).parts
+    return sum(size for name, size in parts.items() if name not in _UNMEASURED) / 2**30
 
 
 def _planned(layout: dict[str, int], config: Any) -> dict[str, Any]:

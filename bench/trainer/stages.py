@@ -44,19 +44,20 @@ RESULTS: Final = Path(__file__).parents[1] / "results" / "trainer-stages.json"
 _BAR: Final = 0.9
 _TOKENS: Final = 8192
 _SEQUENCES: Final = 128
-_ARMS: Final[dict[str, dict[str, Any]]] = {
+ARMS: Final[dict[str, dict[str, Any]]] = {
     "fsdp": {},
     "stages": {"engine": "stages", "pipeline_parallel": 2},
     "fsdp, compiled": {"compile": True},
     "stages, compiled": {"engine": "stages", "pipeline_parallel": 2, "compile": True},
 }
+"""Keys of ``trainer`` of each measurement, by its name."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="small sizes, on CPUs")
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
-    parser.add_argument("--arm", choices=_ARMS, action="append", help="repeat; default: all")
+    parser.add_argument("--arm", choices=ARMS, action="append", help="repeat; default: all")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     launch = Launch()
@@ -65,9 +66,7 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     join_processes(device=device, rank=launch.rank, world_size=launch.world_size)
-    scale = smoke_scale()
-    if not arguments.smoke:
-        scale = replace(full_scale(), num_sequences=_SEQUENCES, tokens_per_micro_batch=_TOKENS)
+    scale = smoke_scale() if arguments.smoke else two_gpu_scale()
     results: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "ranks": launch.world_size,
@@ -76,17 +75,10 @@ def main() -> None:
         "recompute": arguments.recompute,
         "arms": {},
     }
-    for name in arguments.arm or _ARMS:
-        trainer = _ARMS[name]
-        if trainer.get("compile") and not on_gpu:
+    for name in arguments.arm or ARMS:
+        trainer = settings_of(name, launch.world_size, on_gpu=on_gpu, recompute=arguments.recompute)
+        if trainer["compile"] and not on_gpu:
             continue
-        trainer = {
-            "world_size": launch.world_size,
-            "dtype": "bfloat16" if on_gpu else "float32",
-            "activation_checkpointing": arguments.recompute,
-            "compile": False,
-            **trainer,
-        }
         results["arms"][name] = _measured(scale, trainer, device, launch)
         if launch.rank == 0:
             print(name, json.dumps(results["arms"][name]), flush=True)
@@ -105,6 +97,24 @@ def main() -> None:
         if not arguments.smoke:
             write_json(arguments.out, results)
     distributed.destroy_process_group()
+
+
+def two_gpu_scale() -> Scale:
+    """Returns the model and the batch that are measured on two GPUs."""
+    return replace(full_scale(), num_sequences=_SEQUENCES, tokens_per_micro_batch=_TOKENS)
+
+
+def settings_of(
+    arm: str, world_size: int, *, on_gpu: bool = True, recompute: bool = False
+) -> dict[str, Any]:
+    """Returns the keys of ``trainer`` with which an arm is measured."""
+    return {
+        "world_size": world_size,
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "activation_checkpointing": recompute,
+        "compile": False,
+        **ARMS[arm],
+    }
 
 
 def _measured(
