@@ -262,13 +262,15 @@ class Objective:
         segments: Segments,
         divergence: Tensor | None,
     ) -> loss.TokenLoss:
+        mask, advantages = samples.tokens["loss_mask"], samples.tokens["advantages"]
         result = self._loss(
             loss.LossTokens(
                 logprobs=logprobs,
                 old_logprobs=compared.old,
                 rollout_logprobs=compared.rollout,
-                advantages=samples.tokens["advantages"],
-                mask=samples.tokens["loss_mask"],
+                # NaN of a token that does not train would reach the gradients of others.
+                advantages=torch.where(mask, advantages, 0.0),
+                mask=mask,
                 segments=segments,
                 ref_logprobs=samples.tokens.get("ref_logprobs"),
                 divergence=divergence,

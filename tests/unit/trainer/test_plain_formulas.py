@@ -115,6 +115,45 @@ def test_the_objective_and_its_gradient_are_those_of_the_formulas(seeds: range) 
             )
 
 
+@pytest.mark.parametrize("junk", [float("nan"), float("inf")])
+@pytest.mark.parametrize("loss", [*LOSSES, "m2po", "clip_cov", "kl_cov"])
+def test_values_of_tokens_that_do_not_train_reach_neither_the_loss_nor_a_gradient(
+    loss: str, junk: float
+) -> None:
+    for seed in (5, 7, 10, 12):  # batches of which some tokens train
+        batch, (spec, correction) = Batch(seed), draw_spec(seed)
+        names = ("aggregation", "kl", "entropy_coefficient", "correction_level", "rejection")
+        options = {name: getattr(spec, name) for name in names}
+        spec = AlgorithmSpec.model_validate({"loss": loss, "max_staleness": 2, **options})
+        pick = random.Random(seed)
+        samples, per_token = batch.samples(), (batch.logprobs, batch.entropy)
+        logprobs, entropy = (torch.tensor([x for row in rows for x in row]) for rows in per_token)
+        mask = samples.tokens["loss_mask"]
+        advantages = torch.tensor([pick.gauss(0, 1) for _ in mask])
+        samples = samples.with_tokens(advantages=advantages)
+        junk_columns = {
+            name: values.masked_fill(~mask, junk)
+            for name, values in samples.tokens.items()
+            if values.is_floating_point()
+        }
+        results = []
+        for is_junk in (False, True):
+            objective = Objective(spec, correction=correction, horizon=HORIZON)
+            counts, tally = samples.segments.count(mask), MetricTotals()
+            values = logprobs.masked_fill(~mask, junk) if is_junk else logprobs.clone()
+            loss_value = objective(
+                values.requires_grad_(),
+                entropy.masked_fill(~mask, junk) if is_junk else entropy,
+                samples.with_tokens(**junk_columns) if is_junk else samples,
+                denominators=objective.denominators(counts.sum(), (counts > 0).sum()),
+                kl_coefficient=spec.kl.coefficient,
+                tally=tally,
+            )
+            (gradient,) = torch.autograd.grad(loss_value, values)
+            results.append((loss_value.detach(), gradient, tally.reduce(Ranks())))
+        torch.testing.assert_close(results[1], results[0], equal_nan=True)
+
+
 def _split(
     batch: Batch, spec: AlgorithmSpec, correction: Any, rows: Rows, parts: int
 ) -> tuple[Tensor, Tensor]:
