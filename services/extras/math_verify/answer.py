@@ -299,7 +299,7 @@ def _ends_in(expected: str, candidate: str, lines: list[str], *, is_whole: bool)
     gold = () if spelling.is_text(expected) else _read(expected)
     if "%" not in expected:
         candidate = spelling.per_cent_as_share(candidate)
-    candidate = candidate.replace("\\$", "")
+    candidate = spelling.with_improper_fractions(candidate.replace("\\$", ""))
     candidate = _end_of(candidate, _MAX_SEARCHED_CHARACTERS)
     if not bounds.is_flat(candidate, expected):
         return False
@@ -397,7 +397,8 @@ def _same(expected: str, candidate: str) -> bool:
     if spelling.same_text(expected, candidate):
         return True
     expected, candidate = spelling.spelled(expected), spelling.spelled(candidate.strip(" ,;"))
-    candidate = bounds.with_combinations(notation.rewritten(expected, candidate))
+    candidate = bounds.value_of_uncomputed(notation.rewritten(expected, candidate), expected)
+    candidate = bounds.with_combinations(candidate)
     expected = bounds.with_combinations(expected)
     if not bounds.is_readable(candidate, expected):
         return False

@@ -32,7 +32,7 @@ from sympy import (
 
 MAX_CHARACTERS: Final = 2000
 """Max length of a final answer and of a line without a mark."""
-_MIN_CHARACTERS: Final = 300
+_MIN_CHARACTERS: Final = 180
 _CHARACTERS_PER_EXPECTED: Final = 6
 _MAX_DEPTH: Final = 16
 _MAX_SIGNS: Final = 12
@@ -48,12 +48,18 @@ _MAX_SUMMANDS: Final = 200
 _BRACKET: Final = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|([(\[{])|([)\]}])")
 _POWERS: Final = re.compile(r"(?:\^[\s{(]*-?(?:[\d.]+|[A-Za-z_]+)[\s})]*){4}")
 _OPERATORS: Final = re.compile(rf"(?:[!^_/*|\\+=<>~-]\s*){{{_MAX_SIGNS + 1}}}")
+_REPETITION: Final = re.compile(r"(?=.{0,15}?[^\d,;&\s])(.{2,16}?)\1{11}")
+"""A piece twelve times in a row, which is no number, list or matrix."""
 _COMMANDS: Final = re.compile(
     r"\\(?:int|iint|oint|sum|prod|lim)(?![A-Za-z])|\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|[dt]?frac|[dt]?binom)(?![A-Za-z])"
 )
 _MAX_COMMANDS: Final = 40
 _COMBINATIONS: Final = re.compile(r"\\[dt]?binom\s*\{\s*(\d{5,})\s*\}\s*\{\s*(\d+)\s*\}")
 _MAX_COMBINATION_BITS: Final = 4000
+_UNCOMPUTED: Final = re.compile(
+    r"\\(?:i{0,3}nt|oint|lim)(?![A-Za-z])|\\[dt]?frac\s*\{\s*(?:d|\\partial)\s*(?:\^\s*\{?\d\}?)?\s*\w?\s*\}\s*\{\s*(?:d|\\partial)"
+)
+"""Integral, limit or derivative, which nothing here computes."""
 _LARGE_BINOMIAL: Final = re.compile(
     r"binom\s*\{[^{}]*(?:\d{5}|[!^])|(?<![\d.])\d{5,}\s*(?:C\s*\d|choose)|(?<![A-Za-z])C\s*\(\s*\d{5}"
     r"|\d{5,}\}?\s*C\s*_|\\Gamma\s*\(?\s*\d{5}"
@@ -73,6 +79,14 @@ def with_combinations(text: str) -> str:
     return _COMBINATIONS.sub(value, text)
 
 
+def value_of_uncomputed(text: str, expected: str) -> str:
+    r"""Returns ``\frac{1}{2}`` for ``\int_0^1 x\,dx = \frac{1}{2}`` if none is expected; others as is."""
+    if _UNCOMPUTED.search(text) is None or _UNCOMPUTED.search(expected):
+        return text
+    value = text.rpartition("=")[2]
+    return text if value.count("{") != value.count("}") else value
+
+
 def max_characters(expected: str) -> int:
     """Returns the length up to which a final answer may be the expected one."""
     return min(MAX_CHARACTERS, _MIN_CHARACTERS + _CHARACTERS_PER_EXPECTED * len(expected))
@@ -84,7 +98,8 @@ def is_readable(text: str, expected: str) -> bool:
     Args:
         expected: Expected answer, whose own depth and commands are allowed.
     """
-    return len(text) <= max_characters(expected) and is_flat(text, expected)
+    is_computed = _UNCOMPUTED.search(text) is None or _UNCOMPUTED.search(expected) is not None
+    return is_computed and len(text) <= max_characters(expected) and is_flat(text, expected)
 
 
 def is_flat(text: str, expected: str) -> bool:
@@ -94,6 +109,7 @@ def is_flat(text: str, expected: str) -> bool:
         and len(_COMMANDS.findall(text)) <= max(_MAX_COMMANDS, len(_COMMANDS.findall(expected)))
         and (_POWERS.search(text) is None or _POWERS.search(expected) is not None)
         and (_OPERATORS.search(text) is None or _OPERATORS.search(expected) is not None)
+        and (_REPETITION.search(text) is None or _REPETITION.search(expected) is not None)
         and _LARGE_BINOMIAL.search(text) is None
         and text.count("|") <= max(_MAX_BARS, expected.count("|"))
     )

@@ -310,7 +310,7 @@ def is_comparison(answer: str) -> bool:
 
 
 _CONDITION: Final = re.compile(
-    r"\s+(?=(?:in|over|after|for|during|within|on|at|by|with|from)\s+(?:[a-z]+\s+){0,5}?\d[^=\n]*$)"
+    r"\s+(?=(?:(?<=%\s)of|in|over|after|for|during|within|on|at|by|with|from)\s+(?:[a-z]+\s+){0,5}?\d[^=\n]*$)"
 )
 _NUMBER_OF: Final = re.compile(r"\d[\d,.]*(?:\s+[A-Za-z]+)?")
 _ASKED_BOUND: Final = re.compile(
@@ -328,7 +328,7 @@ _OUT_OF: Final = re.compile(
 
 def without_whole(question: str, response: str) -> str:
     """Removes the whole of which the last number is a part if a question asks how many: ``out of 20``."""
-    if not _ASKS_HOW_MANY.search(question):
+    if not _ASKS_HOW_MANY.search(question) or " of " not in response:
         return response
     before, line_break, line = response.rstrip().rpartition("\n")
     return (
@@ -395,13 +395,13 @@ def without_echo(question: str, response: str) -> str:
 
 _DOUBT: Final = r"but|or|however|although|though|unless|except|maybe|perhaps|possibly"
 _ANSWERED: Final = re.compile(
-    rf"^(\s*(?:yes|true)[,.;:]\s+(?!.*\b(?:no|not|never|false|wrong|incorrect|fails?|{_DOUBT})\b|.*n['\u2019]t\b).*"
-    rf"|\s*(?:no|false)[,.;:]\s+(?!.*\b(?:yes|true|right|correct|{_DOUBT})\b).*)$",
+    rf"^(\s*(?:(?:so\s+)?the\s+answer\s+is:?\s+)?(?:yes|true)[,.;:]\s+(?!.*\b(?:no|not|never|false|wrong|incorrect|fails?|{_DOUBT})\b|.*n['\u2019]t\b).*"
+    rf"|\s*(?:(?:so\s+)?the\s+answer\s+is:?\s+)?(?:no|false)[,.;:]\s+(?!.*\b(?:yes|true|right|correct|{_DOUBT})\b).*)$",
     re.IGNORECASE,
 )
 """One line that answers a yes-or-no question and says more, which does not take it back."""
 _REASON: Final = re.compile(
-    r"(?:,\s*|\s+)?\((?:since|because|as|for)\s[^()]*\)"
+    r"(?:,\s*|\s+)?\((?:(?:since|because|as|for)\s[^()]*|[^()]*\b(?:extraneous|rejected|discarded))\)"
     r"|(?P<before>^[^\n]*?)(?:[,.:][^\S\n]*|[^\S\n]+)(?:because|since)\b(?<!\.\sSince)"
     r"(?![^\n]*(?:\\boxed|####|answer|\b(?:so|thus|hence|therefore)\b))[^\n]*",
     re.IGNORECASE | re.MULTILINE,

@@ -162,6 +162,7 @@ _FUNCTION = re.compile(r"(?<![\\A-Za-z{])(ln|log|sin|cos|tan)(?=[\s(]*[\dA-Za-z\
 _FUNCTION_OF_LETTER = re.compile(r"\\(ln|log|sin|cos|tan|exp)\s+([A-Za-z])\s*(?=\\cdot|\*)")
 """Before a product, of which the library would take the rest as the argument, too."""
 _MIXED = re.compile(r"(\d)\s+(\d+)/(\d+)(?!\d)")
+_MIXED_IN_PROSE = re.compile(r"(?<![\w.,/])(\d{1,30})\s+(?:and\s+)?(\d{1,30})/(\d{1,30})(?!\d)")
 _TIMES_NUMBER = re.compile(
     r"(?<![\w.^}\\])(\d+|\(-?\d+(?:\.\d+)?\))\s*\((?=-?\d+(?:\.\d+)?(?:\s*/\s*\d+)?\))"
 )
@@ -386,7 +387,7 @@ def normalized(text: str) -> str:
         r"\\\\", _BRACES_MATRIX.sub("pmatrix", _NEGATIVE_POWER.sub(r"^{\1}", text))
     )
     text = _BARE_FRACTION.sub(r"\1{\2}{\3}", _TEXT_ANSWER.sub("", text))
-    text = "".join(map(_unfractioned, text))
+    text = "".join(map(_unfractioned, text)).replace("{:}", ":")
     text = _OTHER_DIGITS.sub(lambda sign: str(unicodedata.digit(sign[0])), text)
     text = _REPEATING_IN_BRACKETS.sub(r"\1\\overline{\2}", _PLAIN_ROOT.sub(r"\\sqrt{\1}", text))
     text = _PLAIN_PI.sub(r"\\pi ", _AND_A_HALF.sub(r"\1.5", text)).replace("≡", "\\equiv ")
@@ -628,6 +629,13 @@ def as_text(answer: str) -> str:
     text = text if text.endswith("...") else text.rstrip(".")
     text = _DIGITS_OF_BASE.sub(r"\1", _CLOCK_ZERO.sub("", text))
     return _CHOICE.sub(r"\1\2", _DOTTED.sub(r"\1m", _ONE_SIGN.sub(r"\1", text)))
+
+
+def with_improper_fractions(text: str) -> str:
+    """Writes ``6 1/4`` and ``6 and 1/4`` as ``25/4``."""
+    return _MIXED_IN_PROSE.sub(
+        lambda number: f"{int(number[1]) * int(number[3]) + int(number[2])}/{number[3]}", text
+    )
 
 
 def without_emphasis(text: str) -> str:

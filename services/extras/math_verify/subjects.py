@@ -51,17 +51,17 @@ def is_of_other_name(prompt: str, before: str, rest: str) -> bool:
     asked_names, subject = _asked_names(prompt), _SUBJECT.search(before)
     if not asked_names or subject is None:
         return False
-    names = {*subject[1].split()}
-    if not asked_names.isdisjoint({*names, *re.findall(r"[A-Z][a-z]+", rest)}):
+    names = {name for name in subject[1].split() if not _NO_NAME.fullmatch(name)}
+    if not names or not asked_names.isdisjoint({*names, *re.findall(r"[A-Z][a-z]+", rest)}):
         return False
     return all(_is_name(prompt, name) for name in names)
 
 
 def _is_name(prompt: str, word: str) -> bool:
     """Returns True if a question has a word only with a capital, inside a sentence or before a verb."""
-    if _NO_NAME.fullmatch(word) or re.search(rf"\b{word.casefold()}\b", prompt):
-        return False
-    return bool(re.search(rf"[a-z,]\s+{word}\b|\b{word}{_STATES_A_FACT}", prompt))
+    return not re.search(rf"\b{word.casefold()}\b", prompt) and bool(
+        re.search(rf"[a-z,]\s+{word}\b|\b{word}{_STATES_A_FACT}", prompt)
+    )
 
 
 def without_predicate(prompt: str, expected: str, response: str) -> str:
@@ -69,6 +69,8 @@ def without_predicate(prompt: str, expected: str, response: str) -> str:
     asking = question.asked(prompt)
     line = _LEAD.sub("", response.rstrip().rpartition("\n")[2].replace("**", "")).strip(" .!")
     name, rest = line[: len(expected)], line[len(expected) :]
+    if line.casefold().endswith(f" by {expected.casefold()}"):
+        name, rest = line[-len(expected) :], f" {line[0].lower()}{line[1 : -len(expected) - 4]}"
     if (
         name.casefold() != expected.casefold()
         or not name[:1].isalpha()
