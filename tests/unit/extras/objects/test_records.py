@@ -156,7 +156,7 @@ def test_a_full_store_holds_no_step_and_gets_the_record_later(
         contents[step] = write(root, step)
         since = time.monotonic()
         save(store, root, step)
-        assert time.monotonic() - since < 5
+        assert time.monotonic() - since < 30
     relay.set("forward")
     store.wait(LONG_S)
     assert fetched(store, tmp_path / "cache") == {0: b"initial weights", **contents}
