@@ -47,7 +47,7 @@ model = load_spec(Path("/fleet/run.yaml")).model
 print(cached_config_folder(load_config(model, load_tokenizer(model)), Path("/tmp/models")))
 ' | tail -1)
 exec python -m services.extras.fleets.serve --model "$model" --host 0.0.0.0 --port {_PORT} \\
-  --max-model-len 64 --max-num-batched-tokens 2048
+  --dtype float32 --max-model-len 64 --max-num-batched-tokens 2048
 """
 """Serves with vLLM's CPU build, which has random weights until the run sends its own."""
 

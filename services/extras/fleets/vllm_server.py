@@ -140,23 +140,23 @@ class VllmServer(FleetServer):
     def problems(self, config: EngineConfig) -> Iterator[str]:
         engine = self._engine
         text = config.config.get_text_config()
-        settings = {
+        sizes = {
             "vocab_size": int(text.vocab_size),
             "num_hidden_layers": int(text.num_hidden_layers),
             "hidden_size": int(text.hidden_size),
-            "dtype": config.dtype_name,
         }
-        fixes = {
+        settings = {
+            "dtype": (config.dtype_name, f"--dtype {config.dtype_name}"),
             "logprobs_mode": ("processed_logprobs", "--logprobs-mode processed_logprobs"),
             "head_dtype": ("float32", """--hf-overrides '{"head_dtype": "float32"}'"""),
             "takes_tokens": (True, "--enable-scale-out"),
             "data_parallel_size": (1, "one server for each replica"),
             "api_processes": (1, "--api-server-count 1"),
         }
-        for name, value in settings.items():
-            if engine.get(name) != value:
-                yield f"{name} is {engine.get(name)!r}, but the run needs {value!r}"
-        for name, (value, fix) in fixes.items():
+        for name, size in sizes.items():
+            if engine.get(name) != size:
+                yield f"{name} is {engine.get(name)!r}, but {size} in the run; start vLLM with its model"
+        for name, (value, fix) in settings.items():
             if engine.get(name) != value:
                 yield f"{name} is {engine.get(name)!r}; start vLLM with {fix}"
         if config.images is not None:

@@ -575,14 +575,17 @@ async def test_siblings_share_a_server_and_others_go_to_the_idlest() -> None:
 
 async def test_an_engine_without_a_fitting_server_ends_with_what_each_lacks() -> None:
     events: list[str] = []
-    async with serving(2) as servers:
-        servers[0].engine.vllm_config.model_config.logprobs_mode = "raw_logprobs"
-        servers[1].engine.vllm_config.model_config.hf_text_config.vocab_size = 32
+    async with serving(3) as servers:
+        models = [server.engine.vllm_config.model_config for server in servers]
+        models[0].logprobs_mode = "raw_logprobs"
+        models[1].hf_text_config.vocab_size = 32
+        models[2].dtype = torch.bfloat16
         with pytest.raises(EngineDiedError) as raised:
             await build(engine_config(servers, events)).run()
         assert "start vLLM with --logprobs-mode processed_logprobs" in str(raised.value)
-        assert "vocab_size is 32, but the run needs 16" in str(raised.value)
-        assert sorted(event.partition(":")[0] for event in events) == ["EngineServerRefused"] * 2
+        assert "vocab_size is 32, but 16 in the run; start vLLM with its model" in str(raised.value)
+        assert "dtype is 'bfloat16'; start vLLM with --dtype float32" in str(raised.value)
+        assert sorted(event.partition(":")[0] for event in events) == ["EngineServerRefused"] * 3
 
 
 async def test_an_address_outside_the_policy_is_refused() -> None:
