@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from deploy.observability import dashboards
 from services.extras.objects.connection import ObjectFolder
 from services.extras.objects.layout import download_checkpoint, read_manifest, stored_checkpoints
 from services.extras.objects.records import record_objects
 from services.extras.objects.transfers import Patience
 from tests.cluster.network import NODE_IP
 from tests.cluster.node import Cluster
+from tests.cluster.prometheus import empty_panels, prometheus
 from tests.cluster.release import (
     CLEARING_S,
     NAMESPACE,
@@ -97,21 +99,28 @@ def test_a_run_in_a_store_resumes_there_after_the_loss_of_each_pod_with_its_disk
     folder = f"{bucket}/runs/sort"
     warm_start = sort4_spec()["model"]["warm_start"] | {"steps": 50}
     checkpoint = {"every": 5, "directory": folder}
-    # The test is not about what the run learns: its steps are small.
-    run_id = installed.submit(
-        model={"warm_start": warm_start},
-        rollout={"replicas": 1, "group_size": 4},
-        trainer={"steps": 5000, "prompts_per_step": 8, "checkpoint": checkpoint},
-        validation={"every": 0},
-        record="full",
-        samples={"directory": f"{bucket}/samples"},
-        limits={"max_restarts": 3},
-    )
-    samples_url = f"{bucket}/samples/{run_id}"
-    installed.wait(run_id, lambda run: run["step"] >= 8, timeout_s=600)
-    eventually(lambda: bool(uploaded_steps(installed, run_id)), timeout_s=60)
-    eventually(lambda: bool(ObjectFolder(samples_url).list()), timeout_s=60)
-    assert installed.events(run_id, "CheckpointsVolatile") == []
+    with prometheus(installed.cluster) as scraping:
+        # The test is not about what the run learns: its steps are small.
+        run_id = installed.submit(
+            model={"warm_start": warm_start},
+            rollout={"replicas": 1, "group_size": 4},
+            trainer={"steps": 5000, "prompts_per_step": 8, "checkpoint": checkpoint},
+            validation={"every": 0},
+            record="full",
+            samples={"directory": f"{bucket}/samples"},
+            limits={"max_restarts": 3},
+        )
+        samples_url = f"{bucket}/samples/{run_id}"
+        installed.wait(run_id, lambda run: run["step"] >= 8, timeout_s=600)
+        eventually(lambda: bool(uploaded_steps(installed, run_id)), timeout_s=60)
+        eventually(lambda: bool(ObjectFolder(samples_url).list()), timeout_s=60)
+        assert installed.events(run_id, "CheckpointsVolatile") == []
+
+        def is_plotted() -> bool:
+            empty = empty_panels(scraping, dashboards.OVERVIEW, seconds=60)
+            return "Uploads of checkpoints and samples" not in empty
+
+        eventually(is_plotted, timeout_s=60)
 
     trainer = f"{run_id.replace('_', '-')}-trainer-0"
     core.delete_namespaced_pod(trainer, WORKERS, grace_period_seconds=0)
