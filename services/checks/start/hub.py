@@ -1,6 +1,7 @@
 """Models of Hugging Face: whether a run needs the hub, and whether the hub answers."""
 
 import threading
+import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -10,6 +11,9 @@ from services.common.models.made_tokenizers import is_builtin_tokenizer, tokeniz
 from services.common.runspec.run import RunSpec
 
 _REACH_TIMEOUT_S = 2.0
+# Seconds for which an answer of the hub counts, also for forks: checks of one command ask once.
+_FRESH_S = 60.0
+_answered_at: dict[str, float] = {}
 
 
 def model_config(spec: RunSpec) -> Any:
@@ -45,10 +49,13 @@ def go_offline_unless_reachable() -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return False
+    if time.monotonic() - _answered_at.get(constants.ENDPOINT, -_FRESH_S) < _FRESH_S:
+        return True
     is_reachable = threading.Event()
     # Name resolution itself has no time-out.
     threading.Thread(target=_probe, args=(constants.ENDPOINT, is_reachable), daemon=True).start()
     if is_reachable.wait(_REACH_TIMEOUT_S):
+        _answered_at[constants.ENDPOINT] = time.monotonic()
         return True
     constants.HF_HUB_OFFLINE = True
     return False
