@@ -8,6 +8,7 @@ bundled         one pod with the containers of all workers
 import copy
 import hashlib
 import json
+import posixpath
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -269,7 +270,7 @@ def why_volatile(template: Pod, folder: str) -> str:
     template = copy.deepcopy(template)
     _add_part_of(template, "trainer")
     (container,) = template["spec"]["containers"]
-    path = PurePosixPath(folder)
+    path = PurePosixPath(re.sub("^/+", "/", posixpath.normpath(folder)))
     mounts = [
         (PurePosixPath(mount["mountPath"]), mount["name"])
         for mount in container.get("volumeMounts", ())

@@ -449,6 +449,10 @@ def test_ranks_that_do_not_fill_their_nodes_are_refused(tmp_path: Path) -> None:
         ("/var/lib/slipstream/run_01/checkpoints", True),
         ("/var/lib/slipstream", True),
         ("/var/lib/slipstream-other", False),  # of the container's own file system
+        ("/var/lib/slipstream/../checkpoints", False),
+        ("/tmp/../var/lib//slipstream/./run_01", True),
+        ("//var/lib/slipstream/run_01", True),
+        ("checkpoints", False),
         ("/tmp/checkpoints", False),
     ],
 )
