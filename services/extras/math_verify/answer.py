@@ -49,10 +49,9 @@ _BARE_BOX = re.compile(r"\\f?boxed(?:\s+|(?=\d))(-?\d[\d.,]*(?<![.,])|\\\w+|\w)"
 _BETWEEN_BOXES = re.compile(
     r"[\s$.)\\]*(?:[,;]|(?:[,;]\s*)?(?:and|or|\\text\s*\{\s*(?:and|or)\s*\}))[\s$(\\]*(?:\w+\s*=)?\s*"
 )
-_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_TAG = re.compile(r"(?i)<(/?)answer>")
 _SAID_CHOICE = re.compile(
-    r"^.*\b(?:is|be|I\s+(?:choose|pick|select))\s+(?:(?:option|choice)\s+)?(?=\(?[A-J]\b)",
-    re.IGNORECASE,
+    r"(?i)^.*\b(?:is|be|I\s+(?:choose|pick|select))\s+(?:(?:option|choice)\s+)?(?=\(?[A-J]\b)"
 )
 _ANNOUNCED = re.compile(
     r"\b(?:answer|result)(?:\s+is)?\s*[:=]?\s*(\S.*?)\s*\.?\s*$", re.IGNORECASE | re.MULTILINE

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Final
 
 from services.extras.math_verify import question, units
+from services.extras.math_verify.words import AUXILIARY_VERBS, table
 
 GROUPS: Final = frozenset(
     (
@@ -23,29 +24,13 @@ GROUPS: Final = frozenset(
 """Nouns that stand for several or a part of what a question counts, so that they change a number."""
 GENERAL: Final = frozenset(("person", "piece", "item", "thing", "individual"))
 """Nouns that may stand for any other one."""
-_IRREGULAR: Final[Mapping[str, str]] = {
-    "people": "person",
-    "men": "man",
-    "women": "woman",
-    "children": "child",
-    "feet": "foot",
-    "teeth": "tooth",
-    "geese": "goose",
-    "mice": "mouse",
-    "wolves": "wolf",
-    "leaves": "leaf",
-    "shelves": "shelf",
-    "loaves": "loaf",
-    "knives": "knife",
-    "halves": "half",
-    "dice": "die",
-    "pennies": "penny",
-}
-_HOW_MANY: Final = re.compile(
-    r"\b(?:how\s+many|(?:total\s+)?number\s+of)\b(?P<phrase>[^?.;:,()]*)", re.IGNORECASE
+_IRREGULAR: Final[Mapping[str, str]] = table(
+    "people:person men:man women:woman children:child feet:foot teeth:tooth geese:goose",
+    "mice:mouse wolves:wolf leaves:leaf shelves:shelf loaves:loaf knives:knife halves:half",
+    "dice:die pennies:penny",
 )
-AUXILIARY_VERBS: Final = (
-    r"do|does|did|is|are|was|were|will|would|can|could|should|has|have|had|must"
+_HOW_MANY: Final = re.compile(
+    r"(?i)\b(?:how\s+many|(?:total\s+)?number\s+of)\b(?P<phrase>[^?.;:,()]*)"
 )
 _VERBS: Final = (
     rf"{AUXILIARY_VERBS}|shall|may|might|be|been|being"
@@ -62,18 +47,15 @@ _END_OF_NOUN: Final = re.compile(rf"\b(?:{_VERBS}|{FUNCTION_WORDS}|{_PROPER_NAME
 _END_OF_NAMES: Final = re.compile(rf"\b(?:{_VERBS}|{FUNCTION_WORDS})\b")
 """Word after a noun phrase that may have names in it, such as ``Scottish unicorns``."""
 _NO_QUALIFIER: Final = re.compile(
-    rf"(?:{_VERBS}|{FUNCTION_WORDS}|how|many|much|more|fewer|less|some|any|no|other|another|total|number|of|and|or"
+    rf"(?i)(?:{_VERBS}|{FUNCTION_WORDS}|how|many|much|more|fewer|less|some|any|no|other|another|total|number|of|and|or"
     r"|an?|the|one|two|three|four|five|six|seven|eight|nine|ten|twelve|dozen|hundred|thousand|million|half|only"
-    r"|several|few|same|whole|full|new|extra|additional|first|second|last|next)",
-    re.IGNORECASE,
+    r"|several|few|same|whole|full|new|extra|additional|first|second|last|next)"
 )
 _PAIR_OF_QUALIFIERS: Final = re.compile(
-    r"\b([a-z]{3,})(?:\s+ones)?(?:,\s*|\s+(?:and|or|but|plus)\s+)(?:\d+\s+|the\s+|[a-z]+\s+as\s+many\s+)?([a-z]{3,})\s+([a-z]{3,})",
-    re.IGNORECASE,
+    r"(?i)\b([a-z]{3,})(?:\s+ones)?(?:,\s*|\s+(?:and|or|but|plus)\s+)(?:\d+\s+|the\s+|[a-z]+\s+as\s+many\s+)?([a-z]{3,})\s+([a-z]{3,})"
 )
 _STATE: Final = re.compile(
-    r"\b(?:is|are|was|were)\s+(?P<negation>not\s+)?(?:still\s+|now\s+|already\s+)?(?P<state>[a-z]{3,})\b",
-    re.IGNORECASE,
+    r"(?i)\b(?:is|are|was|were)\s+(?P<negation>not\s+)?(?:still\s+|now\s+|already\s+)?(?P<state>[a-z]{3,})\b"
 )
 _NO_NOUN: Final = frozenset(
     (
@@ -89,23 +71,19 @@ _MONEY_NOUNS: Final = frozenset(
 _KINDS: Final = (
     (
         re.compile(
-            r"\bhow\s+(?:old|long|soon|much\s+(?:time|longer|older|younger))\b|\bat\s+what\s+age\b",
-            re.IGNORECASE,
+            r"(?i)\bhow\s+(?:old|long|soon|much\s+(?:time|longer|older|younger))\b|\bat\s+what\s+age\b"
         ),
         ("time", "months", "length"),
     ),
-    (re.compile(r"\bhow\s+(?:far|tall|high|wide|deep|thick)\b", re.IGNORECASE), ("length",)),
+    (re.compile(r"(?i)\bhow\s+(?:far|tall|high|wide|deep|thick)\b"), ("length",)),
     (
-        re.compile(
-            r"\bhow\s+(?:heavy|much\s+(?:do|does|did|will)\s[^?.]*\bweigh)\b", re.IGNORECASE
-        ),
+        re.compile(r"(?i)\bhow\s+(?:heavy|much\s+(?:do|does|did|will)\s[^?.]*\bweigh)\b"),
         ("mass", "force"),
     ),
 )
 _EXTENT: Final = re.compile(
-    r"\b(?:what\s+(?:is|was|will\s+be|are)|find|calculate|compute|determine)\s+(?:the\s+)?(?:\w+\s+){0,2}?"
-    r"(?P<noun>area|volume|perimeter|circumference|diameter|radius|distance|length|width|height|depth)\b",
-    re.IGNORECASE,
+    r"(?i)\b(?:what\s+(?:is|was|will\s+be|are)|find|calculate|compute|determine)\s+(?:the\s+)?(?:\w+\s+){0,2}?"
+    r"(?P<noun>area|volume|perimeter|circumference|diameter|radius|distance|length|width|height|depth)\b"
 )
 _EXTENTS: Final[Mapping[str, int]] = {"area": 2, "volume": 3}
 _WORD: Final = re.compile(r"[A-Za-z]+(?:['\u2019][A-Za-z]+)?")

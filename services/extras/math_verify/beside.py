@@ -20,6 +20,7 @@ from typing import Final
 from services.extras.math_verify import asked, question, subjects, units
 from services.extras.math_verify.asked import Asked
 from services.extras.math_verify.quantities import CODES, SIGNS
+from services.extras.math_verify.words import without_fonts
 
 _FRACTION: Final = r"\\[dt]?frac\s*\{?\s*(\d+)\s*\}?\s*\{?\s*(\d+)\s*\}?"
 _NUMBER: Final = re.compile(
@@ -28,7 +29,6 @@ _NUMBER: Final = re.compile(
     r"(?![\d/:]|\.\d|,\d)"
 )
 _POWER: Final = re.compile(r"\s*\\(?:times|cdot)\s*10\s*\^\s*\{?(-?\d+)\}?")
-_FONT: Final = re.compile(r"\\(?:text\w*|mathrm|mbox|operatorname|mathbf)\s*\{([^{}]*)\}")
 _LAYOUT: Final = re.compile(r"\\[,;:! ]|\\?\$|\\[()\[\]]|[*~`]|\\q?quad\b")
 _FORMULA: Final = re.compile(r"(?<![\\$])\$(?!\$)((?:[^$\n]|\\\$)+?)(?<![\s\\])\$(?!\d)")
 """Text between two dollar signs, of which the second one begins no amount."""
@@ -48,53 +48,46 @@ _RATE: Final = (
     r"|hourly|daily|weekly|monthly|yearly|annually"
 )
 _RATE_OF: Final = re.compile(
-    r"\b(?:each|every|per(?!\s*(?:cent|mille))|a|an)\s+([A-Za-z]{3,})|\b(hour|dai|week|month|year|annual)ly\b",
-    re.IGNORECASE,
+    r"(?i)\b(?:each|every|per(?!\s*(?:cent|mille))|a|an)\s+([A-Za-z]{3,})|\b(hour|dai|week|month|year|annual)ly\b"
 )
 """Rate with the thing to which it refers."""
 _NO_NOUN: Final = frozenset({"half", "total", "time", "result", "piece", "lot"})
 _ASKS_FOR_RATE: Final = re.compile(
-    rf"\b(?:{_RATE}|rates?|average|mean|speed|fast|slow|one|single|individual|share|equal\w*|split|unit|both)\b",
-    re.IGNORECASE,
+    rf"(?i)\b(?:{_RATE}|rates?|average|mean|speed|fast|slow|one|single|individual|share|equal\w*|split|unit|both)\b"
 )
 _RELATIVE: Final = (
     r"ago|later|earlier|hence|from\s+now|from\s+today|older|younger|taller|shorter|longer|heavier|lighter"
     r"|wider|deeper|bigger|larger|smaller|faster|slower|cheaper|farther|further|overdue|late|early"
 )
 _KINDS: Final[Mapping[str, re.Pattern[str]]] = {
-    "rate": re.compile(rf"\b(?:{_RATE})\b", re.IGNORECASE),
-    "relative": re.compile(rf"\b({_RELATIVE})\b", re.IGNORECASE),
+    "rate": re.compile(rf"(?i)\b(?:{_RATE})\b"),
+    "relative": re.compile(rf"(?i)\b({_RELATIVE})\b"),
 }
 _NAMED: Final = re.compile(
     rf"(?:^|[.,:;]|(?<![\\A-Za-z])[A-Za-z]{{2,}}(?=\s))[\s(]*({asked.NAME.pattern})\s*=(?!=)"
 )
 _BOUND: Final = re.compile(
-    r"\b(?:(?:more|less|fewer|greater|larger|smaller)\s+than|at\s+(?:least|most)|under|over|up\s+to|nearly|almost)"
-    rf"\s*{_MONEY}?$",
-    re.IGNORECASE,
+    r"(?i)\b(?:(?:more|less|fewer|greater|larger|smaller)\s+than|at\s+(?:least|most)|under|over|up\s+to|nearly|almost)"
+    rf"\s*{_MONEY}?$"
 )
 _ASKS_FOR_BOUND: Final = re.compile(
-    r"\b(?:least|most|min\w*|max\w*|fewest|bounds?|than|under|over|up\s+to)\b", re.IGNORECASE
+    r"(?i)\b(?:least|most|min\w*|max\w*|fewest|bounds?|than|under|over|up\s+to)\b"
 )
 _COUNTED: Final = re.compile(
-    r"^\W*(?:(?!from|for|in|on|at|by|with|to|per|after|because|when|if|of|and|or|more|total|each|every|is|was|as)"
+    r"(?i)^\W*(?:(?!from|for|in|on|at|by|with|to|per|after|because|when|if|of|and|or|more|total|each|every|is|was|as)"
     r"[a-z]{3,}\s+)?(?!dollars?|bucks?|cents?|USD|units?|its|this|his|as|is|was|has|plus|less|across|always|days?)"
-    r"(?:people|men|women|children|[a-z]{2,}(?<![siu])s)\b",
-    re.IGNORECASE,
+    r"(?:people|men|women|children|[a-z]{2,}(?<![siu])s)\b"
 )
 """A plural of things, where a question asks for a unit or for money."""
-_PART: Final = re.compile(r"\s*(?:half|quarter|double|triple)[\s-]+[a-z]", re.IGNORECASE)
-_PART_WORD: Final = re.compile(r"\b(?:half|halves|quarters?|doubles?|triples?)\b", re.IGNORECASE)
+_PART: Final = re.compile(r"(?i)\s*(?:half|quarter|double|triple)[\s-]+[a-z]")
+_PART_WORD: Final = re.compile(r"(?i)\b(?:half|halves|quarters?|doubles?|triples?)\b")
 _SCIENTIFIC: Final = re.compile(r"(\d)[eE]([+-]?\d+)(?![\w.])")
-_UNTIL: Final = re.compile(r"\b(?:in|within|every|after)\s*$", re.IGNORECASE)
-_ASKS_WHEN: Final = re.compile(
-    r"\b(?:when|how\s+(?:long|many|soon|much)|what\s+year)\b", re.IGNORECASE
-)
+_UNTIL: Final = re.compile(r"(?i)\b(?:in|within|every|after)\s*$")
+_ASKS_WHEN: Final = re.compile(r"(?i)\b(?:when|how\s+(?:long|many|soon|much)|what\s+year)\b")
 _ASKS_FOR_ORDINAL: Final = re.compile(
-    r"\b(?:which|place|position|rank\w*|ordinal|what\s+(?:day|date|floor|term|grade|century|percentile))\b",
-    re.IGNORECASE,
+    r"(?i)\b(?:which|place|position|rank\w*|ordinal|what\s+(?:day|date|floor|term|grade|century|percentile))\b"
 )
-_ASKS_FOR_DIFFERENCE: Final = re.compile(r"\b(?:differ\w*|compare\w*|than)\b", re.IGNORECASE)
+_ASKS_FOR_DIFFERENCE: Final = re.compile(r"(?i)\b(?:differ\w*|compare\w*|than)\b")
 _IN_PHRASE: Final = re.compile(
     r"(?<=\S)(?<!\bsq)(?<!\bsq\.)(?<!\bcu)(?<!\bcu\.)(?<!square)(?<!cubic)\s+(?=in\b)"
 )
@@ -269,7 +262,7 @@ def _plain(text: str) -> str:
     """Returns a text without fonts, layout and delimiters of formulas."""
     previous = None
     while previous != text:
-        previous, text = text, _FONT.sub(r" \1 ", _FORMULA.sub(r" \1 ", text))
+        previous, text = text, without_fonts(_FORMULA.sub(r" \1 ", text), " ", " ")
     text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
     text = re.sub(r"\s+\^", "^", _CURRENCY.sub(_MONEY, text))
     return _LAYOUT.sub(" ", _DEGREE.sub("°", text).replace("{,}", ","))

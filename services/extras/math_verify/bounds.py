@@ -11,24 +11,7 @@ from contextlib import suppress
 from math import comb, inf, log2
 from typing import Any, Final
 
-from sympy import (
-    Add,
-    Basic,
-    Derivative,
-    Float,
-    Integral,
-    Limit,
-    MatrixBase,
-    Mul,
-    Number,
-    Pow,
-    Product,
-    Rational,
-    Sum,
-    binomial,
-    exp,
-    factorial,
-)
+import sympy
 
 MAX_CHARACTERS: Final = 2000
 """Max length of a final answer and of a line without a mark."""
@@ -126,9 +109,9 @@ def _depth(text: str) -> int:
 
 def is_computable(value: Any) -> bool:
     """Returns True if an expression of sympy, which is not evaluated yet, has few terms and digits."""
-    if not isinstance(value, Basic | MatrixBase):
+    if not isinstance(value, sympy.Basic | sympy.MatrixBase):
         return True
-    items = value.flat() if isinstance(value, MatrixBase) else [value]
+    items = value.flat() if isinstance(value, sympy.MatrixBase) else [value]
     nodes = 0
     for item in items:
         for _ in _preorder(item):
@@ -156,8 +139,8 @@ def _size(power: Any, bits: float) -> float:
 
 def _bits(value: Any) -> float:
     """Returns a bound of the binary digits that numbers of an expression have when they are computed."""
-    if isinstance(value, Number):
-        is_ratio = isinstance(value, Rational)
+    if isinstance(value, sympy.Number):
+        is_ratio = isinstance(value, sympy.Rational)
         return (
             float(max(value.p.bit_length(), value.q.bit_length(), 1))
             if is_ratio
@@ -166,23 +149,27 @@ def _bits(value: Any) -> float:
     parts = [_bits(argument) for argument in getattr(value, "args", ())]
     if not parts:
         return 2.0
-    if isinstance(value, Pow):
+    if isinstance(value, sympy.Pow):
         return (
             max(parts)
             if value.exp.free_symbols
             else max(parts[0], parts[0] * _size(value.exp, parts[1]))
         )
-    if isinstance(value, exp | factorial | binomial) and not _is_short_exponential(value):
+    if isinstance(
+        value, sympy.exp | sympy.factorial | sympy.binomial
+    ) and not _is_short_exponential(value):
         size = _size(value.args[0], parts[0])
         return size * log2(size + 2) if size < inf else inf
-    if isinstance(value, Sum | Product | Integral | Limit | Derivative) and not _is_short(value):
+    if isinstance(
+        value, sympy.Sum | sympy.Product | sympy.Integral | sympy.Limit | sympy.Derivative
+    ) and not _is_short(value):
         return inf
-    return sum(parts) if isinstance(value, Mul) else max(parts) + log2(len(parts))
+    return sum(parts) if isinstance(value, sympy.Mul) else max(parts) + log2(len(parts))
 
 
 def _float_bits(value: Any) -> float:
     """Returns the digits before and after the point of a decimal, as bits; one for an infinity."""
-    if not isinstance(value, Float):
+    if not isinstance(value, sympy.Float):
         return 1.0
     _, mantissa, exponent, length = value._mpf_
     return 53.0 + abs(exponent + length) if mantissa else 1.0
@@ -190,13 +177,13 @@ def _float_bits(value: Any) -> float:
 
 def _is_short_exponential(value: Any) -> bool:
     """Returns True for a power of e whose exponent has symbols and few terms: no number is computed."""
-    is_symbolic = isinstance(value, exp) and bool(value.free_symbols)
+    is_symbolic = isinstance(value, sympy.exp) and bool(value.free_symbols)
     return is_symbolic and _terms(value.args[0]) <= _MAX_EXPONENT_TERMS
 
 
 def _is_short(value: Any) -> bool:
     """Returns True for sums and products of few terms; integrals and limits are not computed."""
-    if not isinstance(value, Sum | Product):
+    if not isinstance(value, sympy.Sum | sympy.Product):
         return False
     lengths = [limits[2] - limits[1] for limits in value.limits if len(limits) == 3]
     return all(length.is_number and abs(length) <= _MAX_SUMMANDS for length in lengths)
@@ -205,14 +192,14 @@ def _is_short(value: Any) -> bool:
 def _terms(value: Any) -> float:
     """Returns a bound of the terms that an expression has after its powers and products are expanded."""
     parts = [_terms(argument) for argument in getattr(value, "args", ())]
-    if isinstance(value, Add):
+    if isinstance(value, sympy.Add):
         return sum(parts)
-    if isinstance(value, Mul):
+    if isinstance(value, sympy.Mul):
         product = 1.0
         for terms in parts:
             product *= terms
         return product
-    if isinstance(value, Pow) and parts[0] > 1:
+    if isinstance(value, sympy.Pow) and parts[0] > 1:
         if not value.exp.is_Integer:
             return parts[0]
         power = abs(int(value.exp))

@@ -10,14 +10,14 @@ _MONTH: Final = rf"(?P<month>{_MONTHS}|(?:jan|feb|mar|apr|jun|jul|aug|sept?|oct|
 _DAY: Final = r"(?P<day>\d{1,2})(?:\s*\^?\{?(?:st|nd|rd|th)\b\}?)?"
 _YEAR: Final = r"(?:,?\s+(?P<year>\d{4})(?!\d))?"
 _FORMS: Final = tuple(
-    re.compile(rf"(?<![\w.])(?:the\s+)?{form}(?![\w/:]|[.,]\d|\s*BC)", re.IGNORECASE)
+    re.compile(rf"(?i)(?<![\w.])(?:the\s+)?{form}(?![\w/:]|[.,]\d|\s*BC)")
     for form in (rf"{_MONTH}\s+(?:the\s+)?{_DAY}{_YEAR}", rf"{_DAY}(?:\s+of)?\s+{_MONTH}{_YEAR}")
 )
-_WEEKDAY: Final = re.compile(r"\b(?:mon|tues|wednes|thurs|fri|satur|sun)day,?\s+", re.IGNORECASE)
+_WEEKDAY: Final = re.compile(r"(?i)\b(?:mon|tues|wednes|thurs|fri|satur|sun)day,?\s+")
 _CHANGES: Final = re.compile(
-    r"\b(?:before|after|until|since|from|not|never|or|than|by)\s+(?:on\s+)?$", re.IGNORECASE
+    r"(?i)\b(?:before|after|until|since|from|not|never|or|than|by)\s+(?:on\s+)?$"
 )
-_DENIES: Final = re.compile(r"\b(?:not|never|or)\b|n['\u2019]t\b", re.IGNORECASE)
+_DENIES: Final = re.compile(r"(?i)\b(?:not|never|or)\b|n['\u2019]t\b")
 
 Date = tuple[int, int, int | None]
 """Month, day, and year if it is said."""

@@ -8,19 +8,20 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Final
 
+from services.extras.math_verify.words import FONT, table
+
 SIGNS: Final = "€£¥₹₩₽₺₱₫฿₦₪₴₸₵₡₲₭₮₼₾元円원"
 CODES: Final = (
     r"USD|EUR|GBP|INR|JPY|CNY|RMB|CHF|AUD|CAD|NZD|HKD|SGD|TWD|KRW|RUB|TRY|BRL|MXN|ZAR|SEK|NOK|DKK|ISK|PLN"
     r"|CZK|HUF|RON|THB|IDR|MYR|PHP|VND|NGN|KES|EGP|ILS|SAR|AED|PKR|BDT|LKR|Rs\.?|kr\.?|Kč|zł|Ft"
 )
-_FONT: Final = r"\\(?:text\w*|mathrm|mbox|operatorname)\s*\{\s*"
 _SPACE: Final = r"(?:[\s~]|\\[,;:! ])*"
 _NAME: Final = rf"(?:{CODES}|[{SIGNS}]|\\(?:euro|pounds|EUR|texteuro|rupee)(?![A-Za-z])(?:\{{\}})?)"
 _CURRENCY_BEFORE: Final = re.compile(
-    rf"(?<![A-Za-z\\])(?:{_FONT}{_NAME}\s*\}}|{_NAME}){_SPACE}(?=-?\$?-?\.?\d)"
+    rf"(?<![A-Za-z\\])(?:{FONT}{_NAME}\s*\}}|{_NAME}){_SPACE}(?=-?\$?-?\.?\d)"
 )
 _CURRENCY_AFTER: Final = re.compile(
-    rf"(?<=\d){_SPACE}(?:{_FONT}(?:{_NAME}|¢|/-)\s*\}}|(?:{_NAME}|¢|/-))(?![A-Za-z])"
+    rf"(?<=\d){_SPACE}(?:{FONT}(?:{_NAME}|¢|/-)\s*\}}|(?:{_NAME}|¢|/-))(?![A-Za-z])"
 )
 _DOLLAR_OF: Final = re.compile(
     r"(?<![A-Za-z\\$])(?:US|CA|AU|NZ|HK|NT|SG|MX|[ACRS])\s?(?=\\?\$\s?\d)(?!\\?\$[^$\n]*(?<!\\)\$)"
@@ -34,48 +35,15 @@ _GROUPED_BEFORE_COMMA: Final = re.compile(
 _INDIAN: Final = re.compile(r"\d{1,2}(?:,\d{2})+,\d{3}(?:\.\d+)?")
 
 _SCALES: Final[Mapping[str, Fraction]] = {
-    "dozen": Fraction(12),
-    "hundred": Fraction(100),
-    "thousand": Fraction(1000),
-    "myriad": Fraction(10**4),
-    "lakh": Fraction(10**5),
-    "lac": Fraction(10**5),
-    "million": Fraction(10**6),
-    "mil": Fraction(10**6),
-    "mn": Fraction(10**6),
-    "mln": Fraction(10**6),
-    "crore": Fraction(10**7),
-    "billion": Fraction(10**9),
-    "bn": Fraction(10**9),
-    "bln": Fraction(10**9),
-    "trillion": Fraction(10**12),
-    "tn": Fraction(10**12),
-    "quadrillion": Fraction(10**15),
-    "quintillion": Fraction(10**18),
-    "googol": Fraction(10**100),
-    "halves": Fraction(1, 2),
-    "thirds": Fraction(1, 3),
-    "fifths": Fraction(1, 5),
-    "sixths": Fraction(1, 6),
-    "sevenths": Fraction(1, 7),
-    "eighths": Fraction(1, 8),
-    "ninths": Fraction(1, 9),
-    "tenths": Fraction(1, 10),
-    "twelfths": Fraction(1, 12),
-    "hundredths": Fraction(1, 100),
-    "thousandths": Fraction(1, 1000),
-    "millionths": Fraction(1, 10**6),
-    "billionths": Fraction(1, 10**9),
-    "per mille": Fraction(1, 1000),
-    "‰": Fraction(1, 1000),
-    "\\permil": Fraction(1, 1000),
-    "\\textperthousand": Fraction(1, 1000),
-    "ppm": Fraction(1, 10**6),
-    "parts per million": Fraction(1, 10**6),
-    "ppb": Fraction(1, 10**9),
-    "parts per billion": Fraction(1, 10**9),
-    "basis point": Fraction(1, 10**4),
-    "bps": Fraction(1, 10**4),
+    word.replace("_", " "): Fraction(scale)
+    for word, scale in table(
+        "dozen:12 hundred:100 thousand:1e3 myriad:1e4 lakh:1e5 lac:1e5 million:1e6 mil:1e6 mn:1e6",
+        "mln:1e6 crore:1e7 billion:1e9 bn:1e9 bln:1e9 trillion:1e12 tn:1e12 quadrillion:1e15",
+        "quintillion:1e18 googol:1e100 halves:1/2 thirds:1/3 fifths:1/5 sixths:1/6 sevenths:1/7",
+        "eighths:1/8 ninths:1/9 tenths:1/10 twelfths:1/12 hundredths:1e-2 thousandths:1e-3",
+        "millionths:1e-6 billionths:1e-9 ppm:1e-6 ppb:1e-9 bps:1e-4 per_mille:1e-3 basis_point:1e-4",
+        r"parts_per_million:1e-6 parts_per_billion:1e-9 ‰:1e-3 \permil:1e-3 \textperthousand:1e-3",
+    ).items()
 }
 _AT_END: Final[Mapping[str, Fraction]] = {"score": Fraction(20), "gross": Fraction(144)}
 """Words that scale a number only at the end of an answer; elsewhere they mean something else."""
@@ -89,27 +57,26 @@ _WORDS: Final = "|".join(sorted(map(re.escape, _SCALES), key=len, reverse=True))
 _NUMBER: Final = r"(?<![\w.,/^])(?:\d{1,3}(?:(?:,|\{,\}|\\,)\d{3})+|\d+)(?:\.\d+)?|(?<![\w.])\.\d+"
 _CLOSING: Final = r"(?:\$|\\\))?"
 _SCALED: Final = re.compile(
-    rf"(?P<number>{_NUMBER})(?P<closing>{_CLOSING})(?:[\s~-]|\\[,;:! ])*"
-    rf"(?P<font>{_FONT})?(?:(?P<word>{_WORDS})s?(?![A-Za-z])"
-    rf"|(?P<last>{'|'.join(_AT_END)})(?=\s*\}}*[\s.$]*$))",
-    re.IGNORECASE,
+    rf"(?i)(?P<number>{_NUMBER})(?P<closing>{_CLOSING})(?:[\s~-]|\\[,;:! ])*"
+    rf"(?P<font>{FONT})?(?:(?P<word>{_WORDS})s?(?![A-Za-z])"
+    rf"|(?P<last>{'|'.join(_AT_END)})(?=\s*\}}*[\s.$]*$))"
 )
 _LETTER_SCALED: Final = re.compile(
-    rf"(?P<number>{_NUMBER})(?P<closing>)(?P<font>\s*{_FONT})?"
+    rf"(?P<number>{_NUMBER})(?P<closing>)(?P<font>\s*{FONT})?"
     r"(?P<word>(?<=[\d{])[kKMB]|(?<=[\d{]) k)(?![A-Za-z\d^_*(+/-])"
 )
 _PER_CENT_WORD: Final = r"(?:per\s?cent(?:age\s+points?)?|pct\.?)"
 _PER_CENT: Final = re.compile(
-    rf"(?<=[\d$}}]){_SPACE}(?:{_FONT}{_PER_CENT_WORD}\s*\}}|{_PER_CENT_WORD}(?![A-Za-z]))"
+    rf"(?<=[\d$}}]){_SPACE}(?:{FONT}{_PER_CENT_WORD}\s*\}}|{_PER_CENT_WORD}(?![A-Za-z]))"
 )
 _UNITS: Final = {
     word: number
     for number, word in enumerate(
-        [
-            *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
-            *("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen"),
-            *("seventeen", "eighteen", "nineteen"),
-        ]
+        re.findall(
+            r"\w+",
+            "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+            " sixteen seventeen eighteen nineteen",
+        )
     )
 }
 _TENS: Final = {
@@ -119,76 +86,47 @@ _TENS: Final = {
     )
 }
 _PARTS: Final[Mapping[str, int]] = {
-    "half": 2,
-    "third": 3,
-    "quarter": 4,
-    "fourth": 4,
-    "fifth": 5,
-    "sixth": 6,
-    "seventh": 7,
-    "eighth": 8,
-    "ninth": 9,
-    "tenth": 10,
-    "twelfth": 12,
-    "twentieth": 20,
-    "hundredth": 100,
+    part: int(number)
+    for part, number in table(
+        "half:2 third:3 quarter:4 fourth:4 fifth:5 sixth:6 seventh:7 eighth:8 ninth:9",
+        "tenth:10 twelfth:12 twentieth:20 hundredth:100",
+    ).items()
 }
 _NEGATIVE: Final = ("minus", "negative")
 _ORDERS: Final = ("thousand", "million", "billion", "trillion")
 _WORD_OF_NUMBER: Final = rf"(?:{'|'.join((*_UNITS, *_TENS, *_ORDERS))}|hundred)"
 _WORDS_OF_NUMBER: Final = re.compile(
-    rf"\b{_WORD_OF_NUMBER}(?:(?:\s+|-|,\s+|\s+and\s+){_WORD_OF_NUMBER})*\b(?!\s*(?:and\s+a\s+|dozen|times))",
-    re.IGNORECASE,
+    rf"(?i)\b{_WORD_OF_NUMBER}(?:(?:\s+|-|,\s+|\s+and\s+){_WORD_OF_NUMBER})*\b(?!\s*(?:and\s+a\s+|dozen|times))"
 )
 _MAX_WORDS: Final = 16
 _MAX_NOUN_WORDS: Final = 3
 _NOUN: Final = re.compile(
-    rf"(?!(?:{'|'.join((*_UNITS, *_TENS, *_ORDERS, *_PARTS))}|hundred|dozen|halve|and|or|not|less|more"
-    r"|fewer|than|of|times|time|point|over|to|by|plus|minus|out|each|if|half|is|was|are|were)s?\b)[A-Za-z]+[.,]?",
-    re.IGNORECASE,
+    rf"(?i)(?!(?:{'|'.join((*_UNITS, *_TENS, *_ORDERS, *_PARTS))}|hundred|dozen|halve|and|or|not|less|more"
+    r"|fewer|than|of|times|time|point|over|to|by|plus|minus|out|each|if|half|is|was|are|were)s?\b)[A-Za-z]+[.,]?"
 )
 """Word after a number that may name what is counted."""
 _CENTS: Final = re.compile(
-    rf"(?<![\w.,])(\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?){_CLOSING}{_SPACE}(?:{_FONT})?(?:cents?(?![A-Za-z])|¢)\s*\}}?"
+    rf"(?<![\w.,])(\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?){_CLOSING}{_SPACE}(?:{FONT})?(?:cents?(?![A-Za-z])|¢)\s*\}}?"
 )
 _DOLLARS_AND_CENTS: Final = re.compile(
-    r"(?<![\w.,])(\d+)\s+dollars?\s*(?:,|and)?\s+(\d{1,2})\s+cents?\b", re.IGNORECASE
+    r"(?i)(?<![\w.,])(\d+)\s+dollars?\s*(?:,|and)?\s+(\d{1,2})\s+cents?\b"
 )
-_DOLLARS: Final = re.compile(r"\\\$\s*-?[\d.]|\bdollars?\b|\bUSD\b", re.IGNORECASE)
+_DOLLARS: Final = re.compile(r"(?i)\\\$\s*-?[\d.]|\bdollars?\b|\bUSD\b")
 _AMOUNT_OF_DOLLARS: Final = re.compile(
     r"\\?\$\s*(\d[\d,]*(?:\.\d+)?)\$?|(?<![\w.,])(\d[\d,]*(?:\.\d+)?)\s*(?:dollars?\b|USD\b)"
 )
 _DOLLAR_SIGN: Final = re.compile(r"(?<![\w$\\])-?\$\s*-?[\d.]")
-_CURRENCIES: Final[Mapping[str, str]] = {
-    "€": "EUR",
-    "£": "GBP",
-    "¥": "JPY",
-    "₹": "INR",
-    "₩": "KRW",
-    "₽": "RUB",
-    "USD": "USD",
-    "EUR": "EUR",
-    "GBP": "GBP",
-    "INR": "INR",
-    "JPY": "JPY",
-    "\\$": "USD",
-}
-_CURRENCY_WORDS: Final[Mapping[str, str]] = {
-    "euro": "EUR",
-    "yen": "JPY",
-    "yuan": "CNY",
-    "rupee": "INR",
-    "ruble": "RUB",
-    "peso": "MXN",
-    "franc": "CHF",
-}
+_CURRENCIES: Final[Mapping[str, str]] = table(
+    r"€:EUR £:GBP ¥:JPY ₹:INR ₩:KRW ₽:RUB USD:USD EUR:EUR GBP:GBP INR:INR JPY:JPY \$:USD"
+)
+_CURRENCY_WORDS: Final[Mapping[str, str]] = table(
+    "euro:EUR yen:JPY yuan:CNY rupee:INR ruble:RUB peso:MXN franc:CHF",
+)
 _NAMED_CURRENCY: Final = re.compile(
     "|".join(map(re.escape, _CURRENCIES)) + rf"|\b(?i:{'|'.join(_CURRENCY_WORDS)})s?\b"
 )
 _SIGN_BEFORE_DOLLAR: Final = re.compile(r"(?<![\w)}])-\s*(\\?\$)\s*(?=[\d.])")
-_HEXADECIMAL: Final = re.compile(
-    r"(?<![\w.\\])0(?:x[\da-f]{2,}|b[01]{2,}|o[0-7]{2,})(?!\w)", re.IGNORECASE
-)
+_HEXADECIMAL: Final = re.compile(r"(?i)(?<![\w.\\])0(?:x[\da-f]{2,}|b[01]{2,}|o[0-7]{2,})(?!\w)")
 
 
 def plain_amounts(text: str) -> str:

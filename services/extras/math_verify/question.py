@@ -11,16 +11,15 @@ from math import prod
 from typing import Final
 
 from services.extras.math_verify import units
+from services.extras.math_verify.words import AUXILIARY_VERBS, without_fonts
 
 _PER_CENT: Final = re.compile(
-    r"(?<![\d.])(?<![\d.][\s\\$}])(?<![\d.]\$\\)(?<![\d.]\s\\)\\?%|(?<!\d)(?<!\d[\s$-])per\s?cent|interest\s+rate(?!\s+of)",
-    re.IGNORECASE,
+    r"(?i)(?<![\d.])(?<![\d.][\s\\$}])(?<![\d.]\$\\)(?<![\d.]\s\\)\\?%|(?<!\d)(?<!\d[\s$-])per\s?cent|interest\s+rate(?!\s+of)"
 )
 """A per-cent sign or word that no number precedes: ``20% of 360`` gives per cents and asks for none."""
 _SENTENCE: Final = re.compile(r"(?<=[.?!])\s+|\n+")
 _ASKS: Final = re.compile(
-    r"\?|\b(?:what|which|how|find|express|compute|calculate|determine|give|state|evaluate|solve|estimate)\b",
-    re.IGNORECASE,
+    r"(?i)\?|\b(?:what|which|how|find|express|compute|calculate|determine|give|state|evaluate|solve|estimate)\b"
 )
 _HOW_MANY: Final = (
     r"\b(?:how\s+many|number\s+of)\s+"
@@ -29,78 +28,65 @@ _HOW_MANY: Final = (
 _IN: Final = r"\b(?:in|to)\s+(?:the\s+nearest\s+)?"
 _UNIT_WORDS: Final = r"[A-Za-z°]+(?:\s*/\s*[A-Za-z]+|\^[23])?(?:\s+(?:per\s+)?[A-Za-z]+){0,3}"
 _COUNTS: Final = re.compile(_HOW_MANY, re.IGNORECASE)
-_CONVERTS: Final = re.compile(r"\b(?:convert|chang|express)", re.IGNORECASE)
-_ASKED_UNIT: Final = re.compile(rf"(?:{_HOW_MANY}|{_IN})(?={_UNIT_WORDS})", re.IGNORECASE)
+_CONVERTS: Final = re.compile(r"(?i)\b(?:convert|chang|express)")
+_ASKED_UNIT: Final = re.compile(rf"(?i)(?:{_HOW_MANY}|{_IN})(?={_UNIT_WORDS})")
 _UNIT_WORD: Final = re.compile(
     r"(\d(?:\s|[-~${}]|\\[,;:! ])*)?"
     r"((?<![A-Za-z])[A-Za-zμ°][A-Za-zμ°]*(?:/[A-Za-z]+)?(?:\^[23])?|(?<=\d)['\"])"
 )
-_FONT: Final = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{([^{}]*)\}")
-_VERB: Final = re.compile(
-    r"\b(?:do|does|did|is|are|was|were|will|would|can|could|should|has|have|had|must)\b",
-    re.IGNORECASE,
-)
+_VERB: Final = re.compile(rf"(?i)\b(?:{AUXILIARY_VERBS})\b")
 _SCALE_WORD: Final = re.compile(
-    r"\bhow\s+many\s+(?:(?:more|full|whole|total)\s+)?(?:dozens?|hundreds|thousands|millions|billions)\b",
-    re.IGNORECASE,
+    r"(?i)\bhow\s+many\s+(?:(?:more|full|whole|total)\s+)?(?:dozens?|hundreds|thousands|millions|billions)\b"
 )
 _PLAIN: Final = re.compile(
     r"\s*-?(?:(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*\\(?:times|cdot)\s*10\s*\^\s*\{?-?\d+\}?)?"
     r"|\d*\s*\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|(?:\d+\s+)?\d+\s*/\s*\d+)\s*"
 )
 _VALUE_OF: Final = r"\b(?:of|is|find|for|compute|evaluate|calculate|determine|what['\u2019]s)"
-_IN_CENTS: Final = re.compile(r"\b(?:in|how\s+many|of)\s+cents\b", re.IGNORECASE)
+_IN_CENTS: Final = re.compile(r"(?i)\b(?:in|how\s+many|of)\s+cents\b")
 _ASKS_FOR_MONEY: Final = re.compile(
-    r"\b(?:how\s+many|in)\s+(?:US\s+)?dollars\b|\bhow\s+much\b(?!\s+time)[^.?!]*\b(?:money|pays?|costs?|spen[dt]|earn|owe|charge)\b"
+    r"(?i)\b(?:how\s+many|in)\s+(?:US\s+)?dollars\b|\bhow\s+much\b(?!\s+time)[^.?!]*\b(?:money|pays?|costs?|spen[dt]|earn|owe|charge)\b"
     r"|\bwhat\s+(?:do|does|did|will|must|would|should)\s[^.?!]*\b(?:cost|pay|owe|earn|charge)\b"
-    r"|\bwhat\s+(?:is|was|will\s+be)\s+(?:the|its|his|her|their)\s+(?:\w+\s+){0,2}(?:cost|price|profit)\b",
-    re.IGNORECASE,
+    r"|\bwhat\s+(?:is|was|will\s+be)\s+(?:the|its|his|her|their)\s+(?:\w+\s+){0,2}(?:cost|price|profit)\b"
 )
 _MAKES: Final = re.compile(
-    r"\bhow\s+much\s+(?:more\s+|extra\s+)?(?:do|does|did|will|would|can|could|has|have)\s[^.?!,]*"
-    r"\b(?:makes?|made|raised?|receives?|collect(?:ed)?|lose|lost|save[ds]?)\b(?!\s+[a-z]+\s+of\b)",
-    re.IGNORECASE,
+    r"(?i)\bhow\s+much\s+(?:more\s+|extra\s+)?(?:do|does|did|will|would|can|could|has|have)\s[^.?!,]*"
+    r"\b(?:makes?|made|raised?|receives?|collect(?:ed)?|lose|lost|save[ds]?)\b(?!\s+[a-z]+\s+of\b)"
 )
-_SPEED: Final = re.compile(r"\b(?:speed|rate|velocity|fast|density)\b", re.IGNORECASE)
-_COUNTS_THINGS: Final = re.compile(r"\bhow\s+many\s+(?!(?:more\s+)?dollars)", re.IGNORECASE)
-_CENTS: Final = re.compile(r"\bcents?\b|¢", re.IGNORECASE)
+_SPEED: Final = re.compile(r"(?i)\b(?:speed|rate|velocity|fast|density)\b")
+_COUNTS_THINGS: Final = re.compile(r"(?i)\bhow\s+many\s+(?!(?:more\s+)?dollars)")
+_CENTS: Final = re.compile(r"(?i)\bcents?\b|¢")
 _DOLLARS: Final = re.compile(
-    r"\\\$\s*\d|\bdollars?\b|\bUSD\b|(?<![\w$\\])\$\s?\d[\d.,]*(?=[\s.,;:?!)]|$)", re.IGNORECASE
+    r"(?i)\\\$\s*\d|\bdollars?\b|\bUSD\b|(?<![\w$\\])\$\s?\d[\d.,]*(?=[\s.,;:?!)]|$)"
 )
 _MONEY: Final = re.compile(
-    r"\b(?:pays?|paid|costs?|prices?|spen[dt]s?|earns?|earned|money|charged?|profits?|owes?|save[sd]?)\b",
-    re.IGNORECASE,
+    r"(?i)\b(?:pays?|paid|costs?|prices?|spen[dt]s?|earns?|earned|money|charged?|profits?|owes?|save[sd]?)\b"
 )
-_DEGREES: Final = re.compile(r"\bdegrees?\b|°|\\circ", re.IGNORECASE)
-_TEMPERATURE: Final = re.compile(r"\btemperatures?\b", re.IGNORECASE)
-_SCALE: Final = re.compile(r"celsius|fahrenheit|kelvin|°\s*[CF]|\\circ\s*\}?\s*[CF]", re.IGNORECASE)
-_AGE: Final = re.compile(r"\b(?:old|ages?|aged|years?)\b", re.IGNORECASE)
+_DEGREES: Final = re.compile(r"(?i)\bdegrees?\b|°|\\circ")
+_TEMPERATURE: Final = re.compile(r"(?i)\btemperatures?\b")
+_SCALE: Final = re.compile(r"(?i)celsius|fahrenheit|kelvin|°\s*[CF]|\\circ\s*\}?\s*[CF]")
+_AGE: Final = re.compile(r"(?i)\b(?:old|ages?|aged|years?)\b")
 _ANGLE: Final = re.compile(
-    r"\bangles?\b|\\angle|\\circ|°|\bdegrees?\b|\brotat\w+|\btemperature\b|\b(?:arc)?(?:sin|cos|tan)",
-    re.IGNORECASE,
+    r"(?i)\bangles?\b|\\angle|\\circ|°|\bdegrees?\b|\brotat\w+|\btemperature\b|\b(?:arc)?(?:sin|cos|tan)"
 )
-_RATIO: Final = re.compile(
-    r"\bratios?\b|\bproportions?\b|(?<![\d:])\d+\s*:\s*\d+(?![\d:])", re.IGNORECASE
-)
-_RATIO_WORD: Final = re.compile(r"\b(?:ratios?|proportions?|odds|scale)\b", re.IGNORECASE)
+_RATIO: Final = re.compile(r"(?i)\bratios?\b|\bproportions?\b|(?<![\d:])\d+\s*:\s*\d+(?![\d:])")
+_RATIO_WORD: Final = re.compile(r"(?i)\b(?:ratios?|proportions?|odds|scale)\b")
 _CLOCK: Final = re.compile(r"\$?(\d{1,2})\s*:\s*(\d\d)\$?")
 _DIFFERENCE: Final = re.compile(
-    r"\bdifferences?\b|\bdiffers?\b|\bcompared?\b|\bhow\s+(?:much|many)\s+(?:longer|shorter|older|younger|taller|faster|slower)\b"
-    r"|\bhow\s+many\s+(?:additional|extra|other)\b",
-    re.IGNORECASE,
+    r"(?i)\bdifferences?\b|\bdiffers?\b|\bcompared?\b|\bhow\s+(?:much|many)\s+(?:longer|shorter|older|younger|taller|faster|slower)\b"
+    r"|\bhow\s+many\s+(?:additional|extra|other)\b"
 )
 _AFTER_NUMBER: Final = r"(?<=\d)(?:\s|[}$~]|\\[,;:! ]|\\\))*(?:\\text\w*\s*\{\s*)?\s*"
 _WORDS: Final = (
     r"more|less|fewer|too\s+(?:many|few|much|little)|short|higher|lower|above|below|left\s+over"
 )
 _COMPARISON: Final = re.compile(
-    rf"(?P<before>{_AFTER_NUMBER}(?:[A-Za-z]+\s+)?)(?P<word>{_WORDS})\b", re.IGNORECASE
+    rf"(?i)(?P<before>{_AFTER_NUMBER}(?:[A-Za-z]+\s+)?)(?P<word>{_WORDS})\b"
 )
 _BARE_COMPARISON: Final = re.compile(
-    r"^(?:\W|\\text\w*)*(?:\d[\d.,]*|\\frac\s*\{\d+\}\s*\{\d+\})"
+    r"(?i)^(?:\W|\\text\w*)*(?:\d[\d.,]*|\\frac\s*\{\d+\}\s*\{\d+\})"
     r"(?:\s|[}$~]|\\[,;:! ]|\\\))*(?:\\text\w*\s*\{\s*)?"
-    r"\s*(?:[A-Za-z]+\s+){0,2}?(?:more|less|fewer|too\s+(?:many|few|much|little)|short|higher|lower|above|below)\b",
-    re.IGNORECASE,
+    r"\s*(?:[A-Za-z]+\s+){0,2}?(?:more|less|fewer|too\s+(?:many|few|much|little)|short|higher|lower|above|below)\b"
 )
 _FRACTION: Final = re.compile(
     r"\$?(?:\\[dt]?frac\s*\{((?:[^{}]|\{[^{}]*\})+)\}\s*\{((?:[^{}]|\{[^{}]*\})+)\}|\\[dt]?frac\s*(\d)\s*(\d)"
@@ -148,7 +134,7 @@ def with_only_unit(question: str, answer: str, dimensions: Set[tuple[tuple[str, 
 
 
 def _asked(question: str) -> tuple[str, units.Unit] | None:
-    text = _FONT.sub(r" \1 ", asked(question)).replace("$", " ")
+    text = without_fonts(asked(question), " ", " ").replace("$", " ")
     requested = None
     for match in _ASKED_UNIT.finditer(text):
         words = _VERB.split(text[match.end() :], maxsplit=1)[0].split()[:4]
@@ -271,7 +257,7 @@ def _units_of(question: str) -> set[units.Unit]:
 def _unit_words(question: str) -> set[str]:
     """Returns words that may be units: letters after numbers, and longer words."""
     words = set[str]()
-    for match in _UNIT_WORD.finditer(_FONT.sub(r" \1 ", question)):
+    for match in _UNIT_WORD.finditer(without_fonts(question, " ", " ")):
         if match[1] or len(match[2]) > 2:
             words |= {match[2], *match[2].split("/")}
     return words - {""}
@@ -314,15 +300,13 @@ _CONDITION: Final = re.compile(
 )
 _NUMBER_OF: Final = re.compile(r"\d[\d,.]*(?:\s+[A-Za-z]+)?")
 _ASKED_BOUND: Final = re.compile(
-    r"\b(after|before|until|at\s+least|at\s+most|more\s+than|less\s+than)\s+how\s+(?:many|much|long)\b",
-    re.IGNORECASE,
+    r"(?i)\b(after|before|until|at\s+least|at\s+most|more\s+than|less\s+than)\s+how\s+(?:many|much|long)\b"
 )
 
 
 _OUT_OF: Final = re.compile(
-    r"(?P<before>\d[^\n=]*?)\s*,?\s+out\s+of\s+(?:the\s+|a\s+(?:total\s+of\s+)?|all\s+)?(?:total\s+)?\d[\d,]*(?![\d.%/])"
-    r"|(?P<part>(?<![\d.,/%])\d[\d,]*)(?:\s+of)\s+(?:the|all)\s+\d[\d,]*(?=\s+[a-z])(?![^\n]*=)",
-    re.IGNORECASE,
+    r"(?i)(?P<before>\d[^\n=]*?)\s*,?\s+out\s+of\s+(?:the\s+|a\s+(?:total\s+of\s+)?|all\s+)?(?:total\s+)?\d[\d,]*(?![\d.%/])"
+    r"|(?P<part>(?<![\d.,/%])\d[\d,]*)(?:\s+of)\s+(?:the|all)\s+\d[\d,]*(?=\s+[a-z])(?![^\n]*=)"
 )
 
 
@@ -336,12 +320,11 @@ def without_whole(question: str, response: str) -> str:
     )
 
 
-_ASKS_HOW_MANY: Final = re.compile(r"\b(?:how\s+(?:many|much)|number\s+of)\b", re.IGNORECASE)
+_ASKS_HOW_MANY: Final = re.compile(r"(?i)\b(?:how\s+(?:many|much)|number\s+of)\b")
 _RESTATES: Final = re.compile(
-    r"\b(?:compute|evaluate|simplify|calculate|expand|factor(?:ise|ize)?|solve|rationali[sz]e|what\s+is|work\s+out|find"
+    r"(?i)\b(?:compute|evaluate|simplify|calculate|expand|factor(?:ise|ize)?|solve|rationali[sz]e|what\s+is|work\s+out|find"
     r"|convert|reduce)\s+(?:the\s+)?(?:(?:value|sum|product|following|expression|fraction|integral|limit|equation"
-    r"|inequality|of|quantity|completely|exactly)\s+)*(?::\s*)?",
-    re.IGNORECASE,
+    r"|inequality|of|quantity|completely|exactly)\s+)*(?::\s*)?"
 )
 _OPERATION: Final = re.compile(r"\d\s*[A-Za-z]|[+*/^!|<>]|(?<=\w)\s*-|\\[A-Za-z]+|\)\s*\(")
 _SIMPLE_FRACTION: Final = re.compile(
@@ -395,9 +378,8 @@ def without_echo(question: str, response: str) -> str:
 
 _DOUBT: Final = r"but|or|however|although|though|unless|except|maybe|perhaps|possibly"
 _ANSWERED: Final = re.compile(
-    rf"^(\s*(?:(?:so\s+)?the\s+answer\s+is:?\s+)?(?:yes|true)[,.;:]\s+(?!.*\b(?:no|not|never|false|wrong|incorrect|fails?|{_DOUBT})\b|.*n['\u2019]t\b).*"
-    rf"|\s*(?:(?:so\s+)?the\s+answer\s+is:?\s+)?(?:no|false)[,.;:]\s+(?!.*\b(?:yes|true|right|correct|{_DOUBT})\b).*)$",
-    re.IGNORECASE,
+    rf"(?i)^(\s*(?:(?:so\s+)?the\s+answer\s+is:?\s+)?(?:yes|true)[,.;:]\s+(?!.*\b(?:no|not|never|false|wrong|incorrect|fails?|{_DOUBT})\b|.*n['\u2019]t\b).*"
+    rf"|\s*(?:(?:so\s+)?the\s+answer\s+is:?\s+)?(?:no|false)[,.;:]\s+(?!.*\b(?:yes|true|right|correct|{_DOUBT})\b).*)$"
 )
 """One line that answers a yes-or-no question and says more, which does not take it back."""
 _REASON: Final = re.compile(

@@ -18,16 +18,14 @@ from services.extras.math_verify.quantities import (
     with_digits,
     without_indian_groups,
 )
+from services.extras.math_verify.words import table, without_fonts
 
-_FONT = re.compile(
-    r"\\(?:text(?!color)\w*|math(?:bf|rm|it|sf)|mbox|boldsymbol|operatorname)\s*\{([^{}]*)\}"
-)
 _INVISIBLE = re.compile(
     r"\\[hv]?phantom\s*\{[^{}]*\}|\\(?:text)?color\s*\{[^{}]*\}"
     r"|\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![A-Za-z])\s*"
 )
 _TEXT_ANSWER = re.compile(
-    r"\\text\w*\s*\{\s*(?:final\s+)?answer\s*(?:is\s*)?[:=]?\s*\}\s*[:=]?", re.IGNORECASE
+    r"(?i)\\text\w*\s*\{\s*(?:final\s+)?answer\s*(?:is\s*)?[:=]?\s*\}\s*[:=]?"
 )
 _BARE_FRACTION = re.compile(r"(\\[dt]?frac)\s+(\\(?:pi|theta|alpha|beta)|\w)\s*(\w)(?!\w)")
 _UNDERLINED = re.compile(r"\\underline\s*(?=\{)")
@@ -61,24 +59,21 @@ _CHANGED_NUMBER = re.compile(
     r"|factorial|squared|cubed|(?:doubl|tripl|quadrupl|halv)ed|plus\s|minus\s|less\s+\d|mod\b)"
 )
 _CHANGED_LAST_NUMBER = re.compile(
-    r"\d(?:\s|[}$~()-])*(?:\\text\w*\s*\{\s*)?(?:and\s+(?:some|change)|or\s+so\s+(?:more|less|fewer)"
+    r"(?i)\d(?:\s|[}$~()-])*(?:\\text\w*\s*\{\s*)?(?:and\s+(?:some|change)|or\s+so\s+(?:more|less|fewer)"
     r"|(?:more|less|fewer|greater)\s+than|twice|thrice|doubles?|triples?|reversed|backwards?|bce?"
     r"|(?:degrees\s+)?below\s+zero|(?:(?:is|are|was)\s+)?(?:not|wrong|incorrect|never|false))\b[^\d]*$"
     r"|(?:\b(?:not|never|anything\s+but|twice|double|triple|half(?:\s+of)?|(?:square|cube)(?:\s+root)?\s+of)"
-    r"|n['\u2019]t(?:\s+be)?)\s+(?:\\?\$|\\\()?\s*-?[\d.,]+[^\d]*$",
-    re.IGNORECASE,
+    r"|n['\u2019]t(?:\s+be)?)\s+(?:\\?\$|\\\()?\s*-?[\d.,]+[^\d]*$"
 )
 _BOUND = re.compile(
-    r"^\W*(?:(?:before|after|until|since|over|under|above|below)\s*(?:\\?\$|\\\()?\s*-?[\d.,]+[^\d]*$"
-    r"|(?:at\s+(?:least|most)|(?:more|less|fewer|greater)\s+than|between|no|>|<)\s*(?:\\?\$|\\\()?\s*-?[\d.])",
-    re.IGNORECASE,
+    r"(?i)^\W*(?:(?:before|after|until|since|over|under|above|below)\s*(?:\\?\$|\\\()?\s*-?[\d.,]+[^\d]*$"
+    r"|(?:at\s+(?:least|most)|(?:more|less|fewer|greater)\s+than|between|no|>|<)\s*(?:\\?\$|\\\()?\s*-?[\d.])"
 )
 _SIGN_WORD = re.compile(
-    r"(?<![\d)}]\s)(?:\\text\w*\s*\{\s*|\b)(?:minus|negative)\s*\}?\s+(?=(?:\\?\$)?-?[\d.]|\\(?:frac|sqrt|pi))",
-    re.IGNORECASE,
+    r"(?i)(?<![\d)}]\s)(?:\\text\w*\s*\{\s*|\b)(?:minus|negative)\s*\}?\s+(?=(?:\\?\$)?-?[\d.]|\\(?:frac|sqrt|pi))"
 )
 _RANGE = re.compile(r"(\d+(?:\.\d+)?)\s*[-\u2013]+\s*(\d+(?:\.\d+)?)")
-_BEFORE_YEAR = re.compile(r"^\s*(?:in\s+)?(?:the\s+)?(?:year\s+)?(?=\d{4}\b)", re.IGNORECASE)
+_BEFORE_YEAR = re.compile(r"(?i)^\s*(?:in\s+)?(?:the\s+)?(?:year\s+)?(?=\d{4}\b)")
 _SAME_WORDS = {
     **dict.fromkeys(
         ("no solution", "no solutions", "no real solution", "no real solutions"), "\\emptyset"
@@ -93,13 +88,12 @@ _SAME_WORDS = {
 _WHOLE_FONT = re.compile(r"^\s*\\text\w*\s*\{([A-Za-z\s-]*)\}\s*$")
 _OUT_OF = re.compile(r"^\s*(\d+)\s+(?:out\s+of|in|over)\s+(\d+)\s*\.?\s*$")
 _NUMBER_OF_PARTS = re.compile(
-    r"^\s*(-?\d+)(?:\s+|-)(hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|tenths?)\s*\.?\s*$",
-    re.IGNORECASE,
+    r"(?i)^\s*(-?\d+)(?:\s+|-)(hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|tenths?)\s*\.?\s*$"
 )
 _PARTS = {"hal": 2, "thi": 3, "qua": 4, "fou": 4, "fif": 5, "six": 6, "eig": 8, "ten": 10}
 _NESTED_LIST = re.compile(r"^\s*\[\s*(\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])*)\s*\]\s*$")
 _FOREIGN_NOUN = re.compile(
-    r"^\s*(-?\d[\d.,]*)\s+(?=[^\x00-\x7f]|[a-z]+[^\x00-\x7f])[^\W\d_]{2,}\.?\s*$", re.IGNORECASE
+    r"(?i)^\s*(-?\d[\d.,]*)\s+(?=[^\x00-\x7f]|[a-z]+[^\x00-\x7f])[^\W\d_]{2,}\.?\s*$"
 )
 _AND_A_HALF = re.compile(r"(?<![\w.,/])(\d+)\s+and\s+(?:a|one)\s+half\b")
 _PLAIN_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])(?=[\s)*/+^.$-]|$)|π")
@@ -108,10 +102,9 @@ _DEGREES_OF_ROOTS: Final = {"√": "", "∛": "[3]", "∜": "[4]"}
 _ROOT_OF_NEGATIVE = re.compile(r"\\sqrt\s*\[\s*(\d*[13579])\s*\]\s*\{\s*-\s*(\d+)\s*\}")
 _DIVIDED_BY_FRACTION = re.compile(r"(÷|\\div(?![A-Za-z]))\s*(\d+)\s*/\s*(\d+)(?![\d/])")
 _ALL_EXCEPT = re.compile(
-    r"^\s*(?:all\s+real(?:s|\s+(?:numbers|values))(?:\s+of\s+\$?[a-z]\$?)?|\\mathbb\s*\{?R\}?"
+    r"(?i)^\s*(?:all\s+real(?:s|\s+(?:numbers|values))(?:\s+of\s+\$?[a-z]\$?)?|\\mathbb\s*\{?R\}?"
     r"|\N{DOUBLE-STRUCK CAPITAL R})\s*,?\s*(?:except|excluding|other\s+than|but)(?:\s+for)?\s+"
-    r"\$?(?:[a-z]\s*(?:=|\\neq?|\N{NOT EQUAL TO})\s*)?([-\d][^A-Za-z$]*(?:and\s+-?\d+)?)[\s$.]*$",
-    re.IGNORECASE,
+    r"\$?(?:[a-z]\s*(?:=|\\neq?|\N{NOT EQUAL TO})\s*)?([-\d][^A-Za-z$]*(?:and\s+-?\d+)?)[\s$.]*$"
 )
 _PLAIN_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
 _REPEATING_IN_BRACKETS = re.compile(r"(\d*\.\d*)\((\d+)\)")
@@ -176,10 +169,9 @@ _DIGITS_OF_BASE = re.compile(r"\((\d[\dA-Za-z]*)\)(?=\s*_)")
 _CLOCK_ZERO = re.compile(r"^0(?=\d:\d\d)")
 _DAY_COMMA = re.compile(r"^([A-Za-z]{3,9}\.?\s+\d{1,2}|\d{1,2}\s+[A-Za-z]{3,9}\.?),(?=\s*\d{4}$)")
 _TIME = re.compile(r"\d+:\d+[ap]m")
-_TIME_IN_LINE = re.compile(r"(?<![\d:.])\d{1,2}:\d\d(?![\d:])(?:\s*[ap]\.?m\b\.?)?", re.IGNORECASE)
+_TIME_IN_LINE = re.compile(r"(?i)(?<![\d:.])\d{1,2}:\d\d(?![\d:])(?:\s*[ap]\.?m\b\.?)?")
 _CHANGES_TIME = re.compile(
-    r"\b(?:hours?|minutes?|seconds?|before|after|until|since|later|earlier|past|not|never|or)\b|n['\u2019]t\b",
-    re.IGNORECASE,
+    r"(?i)\b(?:hours?|minutes?|seconds?|before|after|until|since|later|earlier|past|not|never|or)\b|n['\u2019]t\b"
 )
 _CLOCK = re.compile(r"(\d{1,2}):(\d\d)([ap]m)?")
 _OF_FUNCTION = re.compile(r"^\s*(?:([A-Za-z])\s*\(\s*([A-Za-z])\s*\)|([yzw]))\s*=(?!=)([^=<>]+)$")
@@ -188,55 +180,32 @@ _DOTTED = re.compile(r"(\d[ap])\.m$")
 _ONE_SIGN = re.compile(r"(?<!\\)\{(\w)\}")
 _OR = re.compile(r"\\text\w*\s*\{\s*(?:or|and)\s*\}")
 _SAME_SIGN = {
-    "\\!": "",
-    "\\degree": "^\\circ",
-    "\\varnothing": "\\emptyset",
-    "\\backslash": "\\setminus",
-    "\\nicefrac": "\\frac",
-    "\\sfrac": "\\frac",
-    "\\lbrace": "\\{",
-    "\\rbrace": "\\}",
-    "\\langle": "(",
-    "\\rangle": ")",
-    "\\log_e": "\\ln",
-    "\\log_{e}": "\\ln",
-    "\\lg": "\\log_{10}",
-    "\\pounds": "",
-    "\\text{infinity}": "\\infty",
-    "\\text{no solution}": "\\emptyset",
-    "\\text{no solutions}": "\\emptyset",
-    "\\text{all real numbers}": "\\mathbb{R}",
-    "\\text{all reals}": "\\mathbb{R}",
+    **table(
+        r"\!: \degree:^\circ \varnothing:\emptyset \backslash:\setminus \nicefrac:\frac \sfrac:\frac",
+        r"\lbrace:\{ \rbrace:\} \langle:( \rangle:) \log_e:\ln \log_{e}:\ln \lg:\log_{10} \pounds:",
+        r"\text{infinity}:\infty",
+    ),
+    **dict.fromkeys(("\\text{no solution}", "\\text{no solutions}"), "\\emptyset"),
+    **dict.fromkeys(("\\text{all real numbers}", "\\text{all reals}"), "\\mathbb{R}"),
 }
 _SPELLED_OTHERWISE = re.compile(
     "|".join(re.escape(sign) + r"(?![A-Za-z])" * sign[-1].isalpha() for sign in _SAME_SIGN)
 )
 _UNICODE = str.maketrans(
     {
-        "\N{EURO SIGN}": "",
-        "\N{POUND SIGN}": "",
-        "\N{INDIAN RUPEE SIGN}": "",
-        "\N{YEN SIGN}": "",
-        "\N{DEGREE SIGN}": "^\\circ ",
-        "\N{EMPTY SET}": "\\emptyset ",
-        "\N{INFINITY}": "\\infty ",
-        "\N{GREEK SMALL LETTER PI}": "\\pi ",
-        "\N{GREEK SMALL LETTER THETA}": "\\theta ",
-        "\N{SQUARE ROOT}": "\\sqrt ",
-        "\N{PLUS-MINUS SIGN}": "\\pm ",
-        "\N{MULTIPLICATION SIGN}": "\\times ",
-        "\N{MIDDLE DOT}": "\\cdot ",
-        "\N{DIVISION SIGN}": "\\div ",
-        "\N{LESS-THAN OR EQUAL TO}": "\\le ",
-        "\N{GREATER-THAN OR EQUAL TO}": "\\ge ",
-        "\N{LESS-THAN OR SLANTED EQUAL TO}": "\\le ",
-        "\N{GREATER-THAN OR SLANTED EQUAL TO}": "\\ge ",
-        "\N{FRACTION SLASH}": "/",
-        "\N{NOT EQUAL TO}": "\\ne ",
-        "\N{UNION}": "\\cup ",
-        "\N{INTERSECTION}": "\\cap ",
-        "\N{ELEMENT OF}": "\\in ",
-        "\N{DOUBLE-STRUCK CAPITAL R}": "\\mathbb{R}",
+        **dict.fromkeys("\N{EURO SIGN}\N{POUND SIGN}\N{INDIAN RUPEE SIGN}\N{YEN SIGN}", ""),
+        **{
+            sign: f"{command} " if command[-1].isalpha() else command
+            for sign, command in table(
+                "\N{DEGREE SIGN}:^\\circ \N{EMPTY SET}:\\emptyset \N{INFINITY}:\\infty",
+                "\N{GREEK SMALL LETTER PI}:\\pi \N{GREEK SMALL LETTER THETA}:\\theta \N{SQUARE ROOT}:\\sqrt",
+                "\N{PLUS-MINUS SIGN}:\\pm \N{MULTIPLICATION SIGN}:\\times \N{MIDDLE DOT}:\\cdot",
+                "\N{DIVISION SIGN}:\\div \N{LESS-THAN OR EQUAL TO}:\\le \N{GREATER-THAN OR EQUAL TO}:\\ge",
+                "\N{LESS-THAN OR SLANTED EQUAL TO}:\\le \N{GREATER-THAN OR SLANTED EQUAL TO}:\\ge",
+                "\N{FRACTION SLASH}:/ \N{NOT EQUAL TO}:\\ne \N{UNION}:\\cup \N{INTERSECTION}:\\cap",
+                "\N{ELEMENT OF}:\\in \N{DOUBLE-STRUCK CAPITAL R}:\\mathbb{R}",
+            ).items()
+        },
     }
 )
 _LETTER = re.compile(
@@ -301,15 +270,13 @@ _LETTER_AND_VALUE = re.compile(
     r"(?:[\s~]|\\[,;:! ]|\\q?quad)*(?![\s,;]|and\b|or\b)(\S.*)"
 )
 _DENIED = re.compile(
-    r"(?:(?:is|are|was|seems|looks|must\s+be|can)\s*)?(?:not\b|n['\u2019]t\b|\bincorrect|\bwrong|\bfalse|\binvalid|\bruled\s+out"
-    r"|\beliminated|\bimpossible|\bexcluded)",
-    re.IGNORECASE,
+    r"(?i)(?:(?:is|are|was|seems|looks|must\s+be|can)\s*)?(?:not\b|n['\u2019]t\b|\bincorrect|\bwrong|\bfalse|\binvalid|\bruled\s+out"
+    r"|\beliminated|\bimpossible|\bexcluded)"
 )
 """Beginning of what a sentence says about a choice that is no answer."""
 _OTHER_LETTER = re.compile(r"(?<![A-Za-z\\'])[B-HJ](?![A-Za-z'])")
 _OPTION = re.compile(
-    r"^\s*(?:option|choice)\s+(?=\(?[A-J]\b)|(?<=[A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right)(?:\s+(?:answer|option|choice))?[\s.]*$",
-    re.IGNORECASE,
+    r"(?i)^\s*(?:option|choice)\s+(?=\(?[A-J]\b)|(?<=[A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right)(?:\s+(?:answer|option|choice))?[\s.]*$"
 )
 _ONE_CHOICE = re.compile(r"\s*\(?([A-J])\)?\.?\s*")
 _MAGNITUDE = re.compile(
@@ -325,15 +292,12 @@ _TRUE = (
     r"|it|that|\(?[A-J]\)?|\W*-?[\d.,]+)"
 )
 _REFUSAL = re.compile(
-    r"\bI\s*(?:(?:can\s*not|do\s+not|am\s+(?:not|unable|sorry)|will\s+not)\b|['\u2019]m\s+(?:not|unable|sorry)\b"
+    r"(?i)\bI\s*(?:(?:can\s*not|do\s+not|am\s+(?:not|unable|sorry)|will\s+not)\b|['\u2019]m\s+(?:not|unable|sorry)\b"
     r"|\s(?:ca|do|wo)n['\u2019]t\b)[^.;:\n]*[\s.!]*$"
     rf"|\b(?:as|being)\s+an\s+AI\b|(?:\b(?:can)?not|n['\u2019]t|\bnever)\s+be\s+{_TRUE}[\s.!]*$"
-    r"|\b(?:can\s*not|can['\u2019]t|impossible\s+to)\s+(?:be\s+)?(?:answer|determin|solv|help)",
-    re.IGNORECASE,
+    r"|\b(?:can\s*not|can['\u2019]t|impossible\s+to)\s+(?:be\s+)?(?:answer|determin|solv|help)"
 )
-_DENIES = re.compile(
-    r"\b(?:not|never|no|nor|or|wrong|incorrect|false|unlike)\b|n['\u2019]t\b", re.IGNORECASE
-)
+_DENIES = re.compile(r"(?i)\b(?:not|never|no|nor|or|wrong|incorrect|false|unlike)\b|n['\u2019]t\b")
 _RELATION = re.compile(r"[<>]|\\(?:[lg](?:e|eq|t)|neq?)(?![A-Za-z])|[≤≥≠]")
 _GROUP_AT_END = (
     r"(?:(?<=[A-Za-z,:=]\s)|(?<==))(?=.*,)[(\[{](?:[^()\[\]{}]|[({][^()\[\]{}]*[)}])*[)\]}]"
@@ -416,7 +380,7 @@ def _unfractioned(sign: str) -> str:
 
 def spelled(answer: str) -> str:
     """Returns an answer in words as number, set or choice, if it is one; others as is."""
-    name = _without_fonts(answer).strip(" .$").casefold()
+    name = without_fonts(answer).strip(" .$").casefold()
     if name in _SAME_WORDS:
         return _SAME_WORDS[name]
     answer = _WHOLE_FONT.sub(r"\1", answer)
@@ -439,7 +403,7 @@ def _as_matrix(rows: re.Match[str]) -> str:
 
 def is_bare(answer: str) -> bool:
     """Returns True if a text is an expression without words, equations and labels."""
-    return not _BARE.search(_without_fonts(answer))
+    return not _BARE.search(without_fonts(answer))
 
 
 def is_bound(answer: str) -> bool:
@@ -618,13 +582,13 @@ def same_function(expected: str, candidate: str) -> tuple[str, str]:
 
 def as_text(answer: str) -> str:
     """Returns an answer without fonts, spacing and case, for comparison as text."""
-    if spelled := number_of_words(_without_fonts(answer).strip(" .$")):
+    if spelled := number_of_words(without_fonts(answer).strip(" .$")):
         return spelled
     answer = _SPACED_THOUSANDS.sub(lambda number: _SPACED_DIGITS.sub("", number[0]), answer)
     answer = _SPACED_DIGITS.sub("\N{OPEN BOX}", answer)
     answer = _RANGE.sub(r"\1-\2", answer)
-    answer = _DAY_COMMA.sub(r"\1 ", _without_fonts(answer).strip())
-    plain = _CONJUNCTION.sub(",", _ARTICLE.sub("", _spelled_ratio(_without_fonts(answer))))
+    answer = _DAY_COMMA.sub(r"\1 ", without_fonts(answer).strip())
+    plain = _CONJUNCTION.sub(",", _ARTICLE.sub("", _spelled_ratio(without_fonts(answer))))
     text = _LONG_NAME.sub(r"\\\1\2", _LAYOUT.sub("", plain)).casefold()
     text = text if text.endswith("...") else text.rstrip(".")
     text = _DIGITS_OF_BASE.sub(r"\1", _CLOCK_ZERO.sub("", text))
@@ -657,9 +621,9 @@ def plain_number(answer: str) -> Fraction | None:
 
 def is_text(answer: str) -> bool:
     """Returns True if an answer is words, letters, a ratio or a time, which have no value."""
-    if _RATIO_OR_TIME.match(as_text(answer)) or _LETTERS.fullmatch(_without_fonts(answer)):
+    if _RATIO_OR_TIME.match(as_text(answer)) or _LETTERS.fullmatch(without_fonts(answer)):
         return True
-    if _RANGE.fullmatch(_without_fonts(answer).strip(" $")):
+    if _RANGE.fullmatch(without_fonts(answer).strip(" $")):
         return True
     is_number = re.match(r"[-.\d]|\\[dt]?frac|\\sqrt", as_text(answer))
     return not is_number and bool(_WORDS.search(_OR.sub(",", as_latex(answer))))
@@ -677,7 +641,7 @@ def base(answer: str) -> str | None:
 
 def choice(answer: str) -> tuple[str, str]:
     """Splits a multiple-choice answer such as ``(B) 15`` into letter and value; either may be empty."""
-    plain = _OPTION.sub("", _without_fonts(_DELIMITER.sub("", answer)))
+    plain = _OPTION.sub("", without_fonts(_DELIMITER.sub("", answer)))
     if letter := _ONE_CHOICE.fullmatch(plain):
         return letter[1], ""
     match = _LETTER_AND_VALUE.fullmatch(plain)
@@ -692,7 +656,7 @@ def choice(answer: str) -> tuple[str, str]:
 
 def ratio_as_fraction(answer: str) -> str | None:
     r"""Converts ``3:2`` to ``\frac{3}{2}``; returns None if the answer is not a ratio."""
-    match = _RATIO.fullmatch(_spelled_ratio(_without_fonts(_DELIMITER.sub(" ", answer))))
+    match = _RATIO.fullmatch(_spelled_ratio(without_fonts(_DELIMITER.sub(" ", answer))))
     return match and f"\\frac{{{match[1]}}}{{{match[2]}}}"
 
 
@@ -827,13 +791,6 @@ def rewritten(latex: str) -> list[str]:
         return [latex.replace("\\pm", "+").replace("\\mp", "-") + "," + negative]
     name, _, value = latex.rpartition("=")
     return [value] if value != latex and not re.search(r"[<>]|\\(?:[lgn]e|or)", name) else []
-
-
-def _without_fonts(answer: str) -> str:
-    previous = None
-    while previous != answer:
-        previous, answer = answer, _FONT.sub(r"\1", answer)
-    return answer
 
 
 def _as_fraction(decimal: re.Match[str]) -> str:

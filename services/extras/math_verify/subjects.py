@@ -5,31 +5,27 @@ from functools import lru_cache
 from typing import Final
 
 from services.extras.math_verify import asked, question
+from services.extras.math_verify.words import AUXILIARY_VERBS, table
 
 _NAME: Final = r"[A-Z][a-z]+(?:\s+[A-Z][a-z]+)*"
 _NAMES: Final = rf"{_NAME}(?:(?:,\s*(?:and\s+)?|\s+and\s+){_NAME})*"
-_ASKED_SUBJECT: Final = re.compile(rf"\b(?:{asked.AUXILIARY_VERBS})\s+({_NAMES})\b(?!['\u2019])")
+_ASKED_SUBJECT: Final = re.compile(rf"\b(?:{AUXILIARY_VERBS})\s+({_NAMES})\b(?!['\u2019])")
 _SUBJECT: Final = re.compile(
     rf"(?:^\s*|[.,;!?\n]\s*|\b(?:[Ss]o|[Tt]hus|[Tt]hen|[Hh]ence|[Tt]herefore|that|and)\s+)({_NAME})"
     rf"(?:\s*[:=]|(?:\s+[a-z]+){{1,4}})?[\s\N{{CURRENCY SIGN}}]*$"
 )
 _NO_NAME: Final = re.compile(
-    rf"(?:{asked.FUNCTION_WORDS}|{asked.AUXILIARY_VERBS}|the|an?|so|thus|hence|therefore|some|most|many|one|two|three"
+    rf"(?i)(?:{asked.FUNCTION_WORDS}|{AUXILIARY_VERBS}|the|an?|so|thus|hence|therefore|some|most|many|one|two|three"
     r"|first|next|finally|also|since|because|how|total|(?:mon|tues|wednes|thurs|fri|satur|sun)day|january|february"
-    r"|march|april|may|june|july|august|september|october|november|december)",
-    re.IGNORECASE,
+    r"|march|april|may|june|july|august|september|october|november|december)"
 )
 _STATES_A_FACT: Final = r"\s+(?:had|[a-z]+s|[a-z]+ed)\b"
-_NEGATION: Final = re.compile(r"\b(?:not|never|no)\b|n['\u2019]t\b", re.IGNORECASE)
-_LEAD: Final = re.compile(r"^(?:so|thus|hence|therefore)\b,?\s*", re.IGNORECASE)
-_PAST: Final = {
-    form: verb
-    for pair in (
-        "won:win ran:run ate:eat sold:sell paid:pay spent:spend made:make got:get had:have has:have was:is",
-        "were:is are:is did:do does:do came:come took:take lost:lose",
-    )
-    for form, verb in re.findall(r"(\w+):(\w+)", pair)
-}
+_NEGATION: Final = re.compile(r"(?i)\b(?:not|never|no)\b|n['\u2019]t\b")
+_LEAD: Final = re.compile(r"(?i)^(?:so|thus|hence|therefore)\b,?\s*")
+_PAST: Final = table(
+    "won:win ran:run ate:eat sold:sell paid:pay spent:spend made:make got:get had:have",
+    "has:have was:is were:is are:is did:do does:do came:come took:take lost:lose",
+)
 _PREDICATE_WORDS: Final = frozenset({"the", "a", "an", "is", "one"})
 _MAX_NAME_WORDS: Final = 3
 

@@ -6,66 +6,38 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final
 
+from services.extras.math_verify.words import table, without_fonts
+
 _SI: Final[Mapping[str, Fraction]] = {
-    prefix: Fraction(10) ** exponent
-    for prefix, exponent in {
-        "n": -9,
-        "μ": -6,
-        "m": -3,
-        "c": -2,
-        "d": -1,
-        "k": 3,
-        "M": 6,
-        "G": 9,
-    }.items()
+    prefix: Fraction(size)
+    for prefix, size in table("n:1e-9 μ:1e-6 m:1e-3 c:1e-2 d:1e-1 k:1e3 M:1e6 G:1e9").items()
 }
 _SIZES: Final[Mapping[str, tuple[tuple[str, int], Fraction]]] = {
-    "m": (("length", 1), Fraction(1)),
-    "in": (("length", 1), Fraction("0.0254")),
-    "ft": (("length", 1), Fraction("0.3048")),
-    "yd": (("length", 1), Fraction("0.9144")),
-    "mi": (("length", 1), Fraction("1609.344")),
-    "g": (("mass", 1), Fraction(1)),
-    "t": (("mass", 1), Fraction(10**6)),
-    "lb": (("mass", 1), Fraction("453.59237")),
-    "oz": (("mass", 1), Fraction("28.349523125")),
-    "s": (("time", 1), Fraction(1)),
-    "min": (("time", 1), Fraction(60)),
-    "h": (("time", 1), Fraction(3600)),
-    "day": (("time", 1), Fraction(86400)),
-    "week": (("time", 1), Fraction(604800)),
-    "month": (("months", 1), Fraction(1)),
-    "year": (("months", 1), Fraction(12)),
-    "l": (("length", 3), Fraction(1, 1000)),
-    "gal": (("length", 3), Fraction("0.003785411784")),
-    "deg": (("angle", 1), Fraction(1)),
-    "rad": (("radians", 1), Fraction(1)),
-    "celsius": (("celsius", 1), Fraction(1)),
-    "fahrenheit": (("fahrenheit", 1), Fraction(1)),
-    "kelvin": (("kelvin", 1), Fraction(1)),
-    "J": (("energy", 1), Fraction(1)),
-    "W": (("power", 1), Fraction(1)),
-    "N": (("force", 1), Fraction(1)),
-    "Hz": (("frequency", 1), Fraction(1)),
-    "Pa": (("pressure", 1), Fraction(1)),
-    "V": (("voltage", 1), Fraction(1)),
-    "mol": (("amount", 1), Fraction(1)),
-    "Wh": (("energy", 1), Fraction(3600)),
-    "cal": (("energy", 1), Fraction("4.184")),
-    "bar": (("pressure", 1), Fraction(10**5)),
-    "atm": (("pressure", 1), Fraction(101325)),
-    "ha": (("length", 2), Fraction(10**4)),
-    "acre": (("length", 2), Fraction("4046.8564224")),
-    "qt": (("length", 3), Fraction("0.000946352946")),
-    "pt": (("length", 3), Fraction("0.000473176473")),
-    "A": (("current", 1), Fraction(1)),
-    "ohm": (("resistance", 1), Fraction(1)),
-    "byte": (("information", 1), Fraction(8)),
-    "KB": (("information", 1), Fraction(8 * 10**3)),
-    "MB": (("information", 1), Fraction(8 * 10**6)),
-    "GB": (("information", 1), Fraction(8 * 10**9)),
-    "TB": (("information", 1), Fraction(8 * 10**12)),
-    "bit": (("information", 1), Fraction(1)),
+    symbol: (dimension, Fraction(size))
+    for dimension, sizes in {
+        ("length", 1): "m:1 in:0.0254 ft:0.3048 yd:0.9144 mi:1609.344",
+        ("mass", 1): "g:1 t:1e6 lb:453.59237 oz:28.349523125",
+        ("time", 1): "s:1 min:60 h:3600 day:86400 week:604800",
+        ("months", 1): "month:1 year:12",
+        ("length", 3): "l:0.001 gal:0.003785411784 qt:0.000946352946 pt:0.000473176473",
+        ("angle", 1): "deg:1",
+        ("radians", 1): "rad:1",
+        ("celsius", 1): "celsius:1",
+        ("fahrenheit", 1): "fahrenheit:1",
+        ("kelvin", 1): "kelvin:1",
+        ("energy", 1): "J:1 Wh:3600 cal:4.184",
+        ("power", 1): "W:1",
+        ("force", 1): "N:1",
+        ("frequency", 1): "Hz:1",
+        ("pressure", 1): "Pa:1 bar:1e5 atm:101325",
+        ("voltage", 1): "V:1",
+        ("amount", 1): "mol:1",
+        ("length", 2): "ha:1e4 acre:4046.8564224",
+        ("current", 1): "A:1",
+        ("resistance", 1): "ohm:1",
+        ("information", 1): "byte:8 KB:8000 MB:8e6 GB:8e9 TB:8e12 bit:1",
+    }.items()
+    for symbol, size in table(sizes).items()
 }
 """Dimension and size of each unit."""
 _DERIVED: Final[Mapping[str, tuple[int, Mapping[str, int]]]] = {
@@ -75,88 +47,28 @@ _DERIVED: Final[Mapping[str, tuple[int, Mapping[str, int]]]] = {
     "pressure": (1000, {"mass": 1, "length": -1, "time": -2}),
 }
 """Size of a unit of a derived quantity in grams, metres and seconds, and exponents of those."""
-_PREFIX_WORDS: Final[Mapping[str, str]] = {
-    "kilo": "k",
-    "centi": "c",
-    "milli": "m",
-    "deci": "d",
-    "nano": "n",
-    "micro": "μ",
-    "mega": "M",
-    "giga": "G",
-}
-_PREFIXED: Final = frozenset(
-    {
-        "m",
-        "g",
-        "s",
-        "l",
-        "J",
-        "W",
-        "Wh",
-        "cal",
-        "bar",
-        "A",
-        "byte",
-        "bit",
-        "N",
-        "Hz",
-        "Pa",
-        "V",
-        "mol",
-    }
+_PREFIX_WORDS: Final[Mapping[str, str]] = table(
+    "kilo:k centi:c milli:m deci:d nano:n micro:μ mega:M giga:G",
 )
-_SPELLINGS: Final[Mapping[str, str]] = {
-    spelling: unit
-    for unit, spellings in {
-        "m": ("meter", "metre"),
-        "in": ("inch", "inche", '"', "\N{DOUBLE PRIME}"),
-        "ft": ("foot", "feet", "'", "\N{PRIME}"),
-        "yd": ("yard",),
-        "mi": ("mile",),
-        "g": ("gram", "gm"),
-        "t": ("tonne",),
-        "lb": ("pound", "lbs"),
-        "oz": ("ounce",),
-        "s": ("second", "sec"),
-        "min": ("minute",),
-        "h": ("hour", "hr"),
-        "year": ("yr",),
-        "l": ("liter", "litre", "L"),
-        "gal": ("gallon",),
-        "deg": ("degree", "°", "^\\circ", "^{\\circ}", "\\circ", "\\degree"),
-        "rad": ("radian",),
-        "celsius": ("°C", "°Celsius", "°celsius", "^\\circC", "^{\\circ}C"),
-        "fahrenheit": ("°F", "°Fahrenheit", "°fahrenheit", "^\\circF", "^{\\circ}F"),
-        "kelvin": ("K",),
-        "J": ("joule",),
-        "W": ("watt",),
-        "N": ("newton",),
-        "Hz": ("hertz",),
-        "Pa": ("pascal",),
-        "V": ("volt",),
-        "mol": ("mole",),
-        "Wh": ("watt-hour",),
-        "cal": ("calorie", "Cal"),
-        "atm": ("atmosphere",),
-        "ha": ("hectare",),
-        "qt": ("quart",),
-        "pt": ("pint",),
-        "A": ("ampere", "amp"),
-        "KB": ("kilobyte", "kB"),
-        "MB": ("megabyte",),
-        "GB": ("gigabyte",),
-        "TB": ("terabyte",),
-        "ohm": ("Ω", "\\Omega"),
-    }.items()
-    for spelling in spellings
-}
+_PREFIXED: Final = frozenset(
+    table("m: g: s: l: J: W: Wh: cal: bar: A: byte: bit: N: Hz: Pa: V: mol:")
+)
+_SPELLINGS: Final[Mapping[str, str]] = table(
+    "meter:m metre:m inch:in inche:in foot:ft feet:ft ':ft yard:yd mile:mi gram:g gm:g",
+    "tonne:t pound:lb lbs:lb ounce:oz second:s sec:s minute:min hour:h hr:h yr:year liter:l",
+    "litre:l L:l gallon:gal degree:deg radian:rad K:kelvin joule:J watt:W newton:N hertz:Hz",
+    "pascal:Pa volt:V mole:mol watt-hour:Wh calorie:cal Cal:cal atmosphere:atm hectare:ha",
+    "quart:qt pint:pt ampere:A amp:A kilobyte:KB kB:KB megabyte:MB gigabyte:GB terabyte:TB",
+    r"^\circ:deg ^{\circ}:deg \circ:deg \degree:deg °:deg °C:celsius °Celsius:celsius",
+    r"°celsius:celsius ^\circC:celsius ^{\circ}C:celsius °F:fahrenheit °Fahrenheit:fahrenheit",
+    r"°fahrenheit:fahrenheit ^\circF:fahrenheit ^{\circ}F:fahrenheit \Omega:ohm Ω:ohm",
+    '":in \N{DOUBLE PRIME}:in \N{PRIME}:ft',
+)
 _COMPOUND: Final[Mapping[str, str]] = {
     "mph": "mi/h",
     **dict.fromkeys(("kmh", "kph", "kmph"), "km/h"),
     "cc": "cm^3",
 }
-_FONT: Final = re.compile(r"\\(?:text\w*|mathrm|mbox|operatorname)\s*\{([^{}]*)\}")
 _FRACTION: Final = re.compile(r"\\[dt]?frac\s*\{([A-Za-z\s]+)\}\s*\{([A-Za-z\s]+)\}")
 _QUANTITY: Final = re.compile(
     r"\s*\$?(?P<number>[-+]?[\d(.\\](?:.*?(?:[\d)}]|\\pi))?)\s*\$?(?:\s|~|\\[,;:! ])*"
@@ -196,10 +108,7 @@ def split(answer: str) -> tuple[str, Unit | None]:
     """Splits an answer into number and unit; the unit is None if the answer has none that is listed here."""
     if len(answer) > _MAX_CHARACTERS:
         return answer, None
-    previous, plain = None, answer
-    while previous != plain:
-        previous, plain = plain, _FONT.sub(r" \1", plain)
-    plain = _FRACTION.sub(r"\1/\2", plain)
+    plain = _FRACTION.sub(r"\1/\2", without_fonts(answer, " "))
     plain = plain.strip(" .$")
     if (total := _sum(plain)) is not None:
         return total
