@@ -65,7 +65,8 @@ class Leadership:
                 renewed = clock()
             except (DatabaseError, TimeoutError) as error:
                 if clock() - renewed > self._ttl_s:
-                    why = str(error) or "the database does not answer"
+                    busy = "or this machine is too busy to read its answer"
+                    why = str(error) or f"the database does not answer, {busy}"
                     raise LeaseLostError(
                         f"cannot renew the lease for {self._ttl_s:.0f} s: {why}"
                     ) from error
