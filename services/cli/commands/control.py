@@ -1,6 +1,5 @@
 """Commands that act on a run or on the controller."""
 
-import json
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +19,7 @@ from services.cli.controller_address import Url
 from services.cli.display import heldout_line
 from services.cli.follow import follow
 from services.cli.output import console, write
+from services.common.runspec.loader import load_yaml
 from services.controller.api.operations import (
     CancelRun,
     DeleteCheckpoint,
@@ -219,7 +219,10 @@ def _nested(assignments: list[str]) -> dict[str, object]:
             if not isinstance(inner, dict):
                 raise typer.BadParameter(f"{assignment}: {segment!r} already has a value")
             target = inner
-        target[leaf] = json.loads(json.dumps(yaml.safe_load(text)))
+        try:
+            target[leaf] = load_yaml(text)
+        except yaml.YAMLError as error:
+            raise typer.BadParameter(f"{assignment}: the value is no YAML: {error}") from error
     return result
 
 

@@ -38,15 +38,15 @@ class _Loader(yaml.SafeLoader):
     """Reads scalars as in YAML 1.2, like the command line: ``no`` is a text, ``1e-3`` a number."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 -- the library's class variable
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":bool")]
+        first: [
+            (tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":value"))
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool",
-    re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"),
-    list("tTfF"),
+    "tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",

@@ -196,7 +196,7 @@ def _read(path: Path) -> dict[str, Any]:
             ]
         )
     try:
-        document = _load_yaml(text)
+        document = load_yaml(text)
     except yaml.YAMLError as error:
         raise SpecError([f"{path}: is not valid YAML: {error}"]) from error
     if document is None:
@@ -210,7 +210,7 @@ def _read(path: Path) -> dict[str, Any]:
     return document
 
 
-def _load_yaml(text: str) -> Any:
+def load_yaml(text: str) -> Any:
     """Parses one YAML document.
 
     Raises:
@@ -281,9 +281,7 @@ class _Loader(yaml.SafeLoader):
         if ":" in node.value:
             return node.value
         if _OCTAL.fullmatch(node.value):
-            problem = (
-                f"{node.value!r} would be octal; remove the leading 0, or quote it if it is text"
-            )
+            problem = f"{node.value!r} would be octal; remove the leading 0, or quote it as text"
         else:
             try:
                 return super().construct_yaml_int(node)
@@ -300,7 +298,7 @@ _Loader.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, list("-+.0123456789"))
 for _tag, _construct in {
     "int": _Loader.construct_yaml_int,
     "float": _Loader.construct_yaml_float,
-    "timestamp": _Loader.construct_yaml_str,
+    **dict.fromkeys(("timestamp", "value"), _Loader.construct_yaml_str),
     # No key takes the values of these.
     **dict.fromkeys(("binary", "set", "omap", "pairs"), _Loader.construct_undefined),
 }.items():
@@ -415,7 +413,7 @@ def _apply_override(document: dict[str, Any], assignment: str) -> str:
             [f"--set {assignment}: expected KEY=VALUE, for example algorithm.max_staleness=2"]
         )
     try:
-        value = _load_yaml(text)
+        value = load_yaml(text)
     except yaml.YAMLError as error:
         raise SpecError([f"--set {assignment}: the value is not valid YAML: {error}"]) from error
     *parents, leaf = key.split(".")

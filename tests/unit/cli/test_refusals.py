@@ -5,6 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.api import Api, ApiError
+from services.cli.commands import control
 from services.cli.main import app
 from services.common.http.server import serve_http
 from services.controller.api.operations import GetVersion
@@ -42,6 +43,7 @@ async def test_a_rejection_lists_each_problem(pointer, message, line):
         (["fork", f"run_{'0' * 32}", "--name", "Bad_Name"], "name"),
         (["fork", f"run_{'0' * 32}", "--set", "trainer.steps"], "trainer.steps"),
         (["set", f"run_{'0' * 32}", "validation.every"], "validation.every"),
+        (["set", f"run_{'0' * 32}", "trainer.steps=[1"], "trainer.steps=[1"),
         (["cancel", f"run_{'0' * 32}", "--grace-seconds", "-1"], "--grace-seconds"),
         (["list", "--label", "blue"], "--label blue"),
         (["submit", "no.yaml", "--label", "blue"], "--label blue"),
@@ -56,6 +58,21 @@ def test_invalid_arguments_are_rejected_before_a_request(arguments, value):
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
     assert result.exit_code == 2
     assert value in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("no", "no"),
+        ("1e-3", 1e-3),
+        ("1:30", "1:30"),
+        ("2026-11-30", "2026-11-30"),
+        ("[on, =]", ["on", "="]),
+    ],
+)
+def test_a_value_on_the_command_line_is_what_it_is_in_a_file(text: str, value: object) -> None:
+    changes = control._nested([f"rollout.rewards={text}"])
+    assert changes == {"rollout": {"rewards": value}}
 
 
 def test_an_upload_that_fails_names_the_folder_that_is_written(monkeypatch, tmp_path):

@@ -757,12 +757,13 @@ def test_quantized_rollouts_are_corrected_by_weights_also_with_one_update() -> N
         ("1e-3", 1e-3),
         ("[1E5, -2e+3, 1.5e2, .5e1]", [1e5, -2e3, 150.0, 5.0]),
         ("1e-3s", "1e-3s"),
+        ("[=, +]", ["=", "+"]),
     ],
 )
 def test_values_of_yaml_are_what_they_look_like(tmp_path: Path, text: str, value: object) -> None:
     file = tmp_path / "spec.yaml"
     file.write_text(f"rollout: {{rewards: [{{name: exact_match, arguments: {{value: {text}}}}}]}}")
-    for document in (loader._load_yaml(file.read_text()), read_spec(file)):
+    for document in (loader.load_yaml(file.read_text()), read_spec(file)):
         actual = document["rollout"]["rewards"][0]["arguments"]["value"]
         assert (actual, type(actual)) == (value, type(value))
 

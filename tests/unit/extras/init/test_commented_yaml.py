@@ -21,7 +21,7 @@ def test_no_text_becomes_a_key_or_another_value(text, texts, comments):
     keys = ("", "name", "data", "data.train", "data.column")
     written = commented_yaml(document, dict.fromkeys(keys, comments))
     assert yaml.safe_load(written) == document
-    assert loader._load_yaml(written) == document
+    assert loader.load_yaml(written) == document
 
 
 def test_numbers_and_other_values_are_unchanged():
