@@ -54,7 +54,13 @@ def export(
     state_directory: StateDirectory = DEFAULT_STATE,
 ) -> None:
     """Write a run's weights as a Hugging Face or DCP folder, adapters merged, with its tokenizer."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    try:
+        is_used = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{folder} cannot be read ({error.strerror}); use another one"
+        ) from error
+    if is_used:
         raise typer.BadParameter(f"{folder} exists and is not an empty folder; use another one")
     if format_ not in (_HUGGING_FACE, *FORMATS):
         choices = ", ".join((_HUGGING_FACE, *FORMATS))

@@ -135,3 +135,9 @@ def test_a_checkpoint_whose_stored_path_cannot_be_read_is_found_in_the_moved_fol
         relocate_checkpoints(database, ended)
         (checkpoint,) = CheckpointStore(database).list_checkpoints(IDS[0])
     assert checkpoint.path == str(ended / IDS[0] / "checkpoints" / "step-2")
+
+
+def test_a_folder_for_an_export_that_cannot_be_read_is_named(ended):
+    result = CliRunner().invoke(app, ["export", "first", "x" * 300])
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert "cannot be read (File name too long)" in result.output.replace("\n", " ")
