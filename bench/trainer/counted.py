@@ -1,9 +1,10 @@
 """Compares the plan of a trainer's memory with a count: ``python -m bench.trainer.counted [--smoke]``.
 
 The trainer's own passes run on fake tensors, which have shapes but no data: two micro-batches, forward and
-backward, of models in real widths. The count is the most bytes of storages that exist at once, without
-optimizer and allocator; it needs no GPU. Kernels that a GPU fuses count as their results. Layers are not
-compiled. Results go to ``bench/results/trainer-counted.json``. Bar: each plan within 5 % of its count.
+backward, of models in real widths; only forward for workers that score. The count is the most bytes of
+storages that exist at once, without optimizer and allocator; it needs no GPU. Kernels that a GPU fuses count
+as their results. Layers are not compiled. Results go to ``bench/results/trainer-counted.json``. Bar: each
+plan within 5 % of its count.
 """
 
 import argparse
@@ -27,12 +28,16 @@ from bench.report import report_to
 from bench.trainer.workload import Scale, spec_of
 from services.common.memory.trainer import trainer_memory
 from services.common.models.loading import build_model
+from services.common.runspec.run import RunSpec
+from services.common.runspec.topology import TopologySpec
+from services.extras.scoring.memory import reference_memory, scoring_spec
 from services.trainer.algorithm import logprobs
 from services.trainer.batch import attention
 from services.trainer.batch.packing import PackedTokens, pack
+from services.trainer.collectives import Ranks
 from services.trainer.engines.fsdp import parallel
 from services.trainer.model import experts
-from services.trainer.model.policy import Policy
+from services.trainer.model.policy import Policy, freeze
 from services.wire.data.jagged import Jagged
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "trainer-counted.json"
@@ -122,6 +127,11 @@ _SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
         "activation_checkpointing": True,
     },
 }
+_SCORING: Final[Mapping[str, Mapping[str, Any]]] = {
+    "scored": {},
+    "scored by 4 ranks": {"scoring_ranks": 4},
+}
+"""Keys of ``topology`` of workers that only score."""
 _DENSE_ONLY: Final = ("selective",)
 """Settings without a count for mixtures: a selected product of experts needs real numbers."""
 
@@ -134,7 +144,7 @@ def main() -> None:
     rows = [
         {"model": model, "setting": setting, "tokens": tokens, **compare(model, setting, tokens)}
         for model in models
-        for setting in _SETTINGS
+        for setting in (*_SETTINGS, *_SCORING)
         if not (setting in _DENSE_ONLY and "moe" in str(_MODELS[model][1]))
         for tokens in (4096, 20_480)
     ]
@@ -159,10 +169,15 @@ def compare(model: str, setting: str, tokens: int) -> dict[str, float]:
     config = AutoConfig.for_model(family, **shape)
     scale = Scale(config, 8, 256, tokens // 2, tokens, 1, 1)
     trainer = {"dtype": "bfloat16", "compile": False, "activation_checkpointing": False}
-    spec = spec_of(scale, **{**trainer, **_SETTINGS[setting]})
-    memory = trainer_memory(spec, config, gpu_bytes=10**12)
+    spec = spec_of(scale, **{**trainer, **_SETTINGS.get(setting, {})})
+    if setting in _SCORING:
+        spec = _scoring_run(spec, _SCORING[setting])
+        memory = reference_memory(spec, config, gpu_bytes=10**12)
+        counted = count(config, scoring_spec(spec).trainer, tokens, scores=True)
+    else:
+        memory = trainer_memory(spec, config, gpu_bytes=10**12)
+        counted = count(config, spec.trainer, tokens)
     planned = sum(size for name, size in memory.parts.items() if name not in _UNCOUNTED)
-    counted = count(config, spec.trainer, tokens)
     return {
         "counted_gb": round(counted / 1e9, 3),
         "planned_gb": round(planned / 1e9, 3),
@@ -170,31 +185,63 @@ def compare(model: str, setting: str, tokens: int) -> dict[str, float]:
     }
 
 
-def count(config: PretrainedConfig, spec: Any, tokens: int) -> int:
-    """Returns the most bytes that exist at once in two micro-batches of rank 0."""
+def _scoring_run(spec: RunSpec, topology: Mapping[str, Any]) -> RunSpec:
+    """Returns a run whose reference has its own GPUs."""
+    ranks = topology.get("scoring_ranks", 1)
+    groups = {"train": 1, "ref_logp": ranks, "generate": 1}
+    total = sum(groups.values())
+    changes = {
+        "task_groups": tuple((name,) for name in groups),
+        "ratios": tuple(size / total for size in groups.values()),
+        "gpus": total,
+        **topology,
+    }
+    return spec.model_copy(update={"topology": TopologySpec.model_validate(changes)})
+
+
+def count(config: PretrainedConfig, spec: Any, tokens: int, *, scores: bool = False) -> int:
+    """Returns the most bytes that exist at once in two micro-batches of rank 0.
+
+    Args:
+        scores: True for passes of a frozen model without gradients.
+    """
     if distributed.is_initialized():
         distributed.destroy_process_group()
     size = spec.world_size
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         with patch.object(parallel, "join_processes", lambda **_: None):
-            topology = parallel.build_topology(spec, device=_CPU, rank=0, world_size=size)
+            topology = _topology(spec, scores=scores)
         packed = _pack(tokens)
         with _as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True):
-            policy = Policy(build_model(config, dtype=torch.float32, device=_CPU), temperature=1.0)
+            dtype = torch.bfloat16 if scores else torch.float32
+            policy = Policy(build_model(config, dtype=dtype, device=_CPU), temperature=1.0)
+            if scores:
+                policy = freeze(policy)
             with patch.object(nn.Module, "to", lambda module, *_: module):
                 parallel.distribute(policy, spec, topology)
             storages = LiveStorages()
             for parameter in policy.parameters():
                 local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
                 storages.add(local.untyped_storage())
-            with storages:
+            with storages, torch.set_grad_enabled(not scores):
                 for is_last in (False, True):
                     parallel.begin_micro_batch(policy, is_last=is_last, spec=spec)
-                    torch.stack([values.sum() for values in policy(packed)]).sum().backward()
+                    values = policy(packed)
+                    if scores:
+                        parallel.free_gathered(policy)
+                    else:
+                        torch.stack([value.sum() for value in values]).sum().backward()
             return storages.peak
     finally:
         distributed.destroy_process_group()
+
+
+def _topology(spec: Any, *, scores: bool) -> parallel.RankTopology:
+    size = spec.world_size
+    if scores and size == 1:  # as services/extras/scoring/worker.py does
+        return parallel.RankTopology(device=_CPU, data=Ranks())
+    return parallel.build_topology(spec, device=_CPU, rank=0, world_size=size)
 
 
 class LiveStorages(TorchDispatchMode):

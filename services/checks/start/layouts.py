@@ -14,9 +14,8 @@ from services.common.runspec.engines import untrainable
 from services.common.runspec.rules import problems
 from services.common.runspec.run import RunSpec
 
-_SAVED = 0.95
-"""Share of a layout's memory below which another one is worth a line."""
-_AXES = ("pipeline_parallel", "tensor_parallel", "expert_parallel", "context_parallel")
+AXES = ("pipeline_parallel", "tensor_parallel", "expert_parallel", "context_parallel")
+"""Keys of ``trainer`` that divide a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,7 @@ class Layout:
     def keys(self) -> Mapping[str, Any]:
         """The keys of section ``trainer`` that a run sets for it."""
         values = asdict(self)
-        return {name: values[name] for name in ("engine", *_AXES)}
+        return {name: values[name] for name in ("engine", *AXES)}
 
     @property
     def cost(self) -> tuple[float, ...]:
@@ -63,23 +62,6 @@ def layouts(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> Seque
         for changed_spec in _allowed(spec, config.to_dict())
     ]
     return sorted(candidates, key=lambda layout: layout.cost)
-
-
-def distinct(layouts: Sequence[Layout]) -> list[Layout]:
-    """Returns the layouts that fit, without those that divide more than a cheaper one and save no memory."""
-    front: list[Layout] = []
-    for layout in layouts:
-        if layout.fits and not any(_replaces(cheaper, layout) for cheaper in front):
-            front.append(layout)
-    return front
-
-
-def _replaces(cheaper: Layout, layout: Layout) -> bool:
-    sizes = ((getattr(cheaper, name), getattr(layout, name)) for name in _AXES)
-    return (
-        all(size <= size_of_other for size, size_of_other in sizes)
-        and _SAVED * cheaper.memory <= layout.memory
-    )
 
 
 def fitting_layout(
@@ -135,7 +117,7 @@ def _planned(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> Layo
     needed_bytes = SPARE * memory.used
     return Layout(
         engine=trainer.engine,
-        **{name: getattr(trainer, name) for name in _AXES},
+        **{name: getattr(trainer, name) for name in AXES},
         memory=needed_bytes,
         micro_batches=packs,
         bubble=bubble(trainer.pipeline_parallel, packs),

@@ -4,7 +4,7 @@ The trainer and the rollouts check the same numbers when they load (``fitted_to_
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from services.checks.start.hub import model_config
 from services.checks.start.layouts import fitting_layout
+from services.common.callables import load_callable
 from services.common.memory.rollout import MemoryPlan, needed_bytes, plan_of
 from services.common.memory.sizes import weight_bytes
 from services.common.memory.trainer import SPARE, STATE, TrainerMemory, fitted, trainer_memory
@@ -25,6 +26,7 @@ from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TopologySpec
 from services.common.runspec.trainer import LoraSpec
 from services.common.runspec.worker_kinds import gpu_hosts, gpu_needs, total_gpus, worker_names
+from services.common.runspec.workers import WORKERS, kinds_with_own_gpus
 from services.controller.launch.gpus import HostGpus
 
 
@@ -60,17 +62,20 @@ class RunMemory:
     rollout: MemoryPlan
     spec: RunSpec
     """The run with the settings that depend on the size of the GPUs filled in."""
+    apart: Mapping[str, TrainerMemory]
+    """Memory of one GPU of each further kind of worker with its own GPUs, by role."""
     why_not: str
-    """Reason why the run does not fit, and a change that makes it fit; empty if it fits."""
+    """Reason why trainer or rollouts do not fit, and a change that makes them fit; empty if they fit."""
 
     def table(self) -> str:
         """Returns the memory contents of each GPU as lines of text."""
-        way = self.spec.trainer.activation_checkpointing
+        spec, way = self.spec, self.spec.trainer.activation_checkpointing
         return "\n".join(
             [
                 f"trainer.activation_checkpointing: {str(way).lower()}",
                 self.trainer.table(self.trainer_gpus),
                 *([self.rollout.table()] if self.spec.runs_engines else []),
+                *(plan.table(WORKERS[role].num_gpus(spec)) for role, plan in self.apart.items()),
             ]
         )
 
@@ -82,6 +87,8 @@ class RunMemory:
         """
         if self.why_not:
             raise ValueError(self.why_not)
+        for role, worker in self.apart.items():
+            worker.check(WORKERS[role].num_gpus(self.spec))
 
 
 def run_memory(
@@ -105,7 +112,7 @@ def run_memory(
         change = f"It fits with {' and '.join(f'{key}: {in_yaml(fits[key])}' for key in fits)}"
     first, newline, rest = memory.why_not.partition("\n")
     reason = f"{first.rstrip('.')}. {change}{newline}{rest}"
-    return RunMemory(memory.trainer, memory.trainer_gpus, memory.rollout, memory.spec, reason)
+    return replace(memory, why_not=reason)
 
 
 def host_problem(spec: RunSpec, config: PretrainedConfig, *, host_bytes: int) -> Iterator[str]:
@@ -142,7 +149,12 @@ def _planned(
             plan_of(spec, config, gpu_bytes=gpu_bytes, roles=beside_rollout)
     except ValueError as error:
         why = str(error)
-    return RunMemory(trainer, spec.trainer.world_size, rollout, fitted_spec, why)
+    apart = {
+        role: load_callable(kind.memory)(spec, config, gpu_bytes=gpu_bytes)
+        for role, kind in kinds_with_own_gpus(spec.topology).items()
+        if kind.memory
+    }
+    return RunMemory(trainer, spec.trainer.world_size, rollout, fitted_spec, apart, why)
 
 
 def needed_by_gpu(
@@ -158,6 +170,7 @@ def needed_by_gpu(
     sizes = {
         "trainer": memory.trainer.used,
         "rollout": needed_bytes(memory.rollout, kind, arguments),
+        **{role: worker.used for role, worker in memory.apart.items()},
     }
     assigned = HostGpus(gpus).assign(spec.name, gpu_needs(spec), hosts=gpu_hosts(spec))
     bytes_by_gpu = dict.fromkeys(gpus, 0.0)

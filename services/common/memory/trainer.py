@@ -124,12 +124,12 @@ SPARE: Final = 1.05
 # Blocks that the allocator holds beside tensors, relative to activations: 1.6 GB beside 36 on one H200 with
 # adapters (``bench/results/one-gpu-lora-h200.json``).
 _CACHED_ACTIVATIONS: Final = 0.047
-# Driver context, CUDA's libraries and compiled kernels.
 _FLOAT32: Final = 4
 _MOMENTS: Final = 2 * _FLOAT32
 CHUNK_BYTES: Final = 24 * (1 << 30) // 10
 """Max bytes of logits that the trainer computes at once."""
-_CONTEXT: Final = 1.8e9
+CONTEXT: Final = 1.8e9
+"""Driver context, CUDA's libraries and compiled kernels."""
 # Memory of a sleeping engine besides received weights: contexts, graphs, buffers of its
 # collectives.
 _SLEEPING: Final = 6.0e9
@@ -169,6 +169,12 @@ class TrainerMemory:
     cached: float = 0.0
     """Bytes that the allocator holds besides: blocks that one stream freed and another cannot use. It gives
     them back when the trainer itself lacks memory, but not when another process does."""
+    worker: str = "trainer"
+    work: str = "training"
+    remedy: str = (
+        "slipstream validate --gpu-gb prints the smallest change that fits; more GPUs (trainer.world_size) "
+        "share weights, and trainer.context_parallel long sequences"
+    )
 
     @property
     def used(self) -> float:
@@ -180,7 +186,7 @@ class TrainerMemory:
         return self.used + self.cached
 
     def table(self, num_gpus: int) -> str:
-        head = f"each of the trainer's {num_gpus} GPU(s), with {self.total / _GB:.1f} GB"
+        head = f"each of the {self.worker}'s {num_gpus} GPU(s), with {self.total / _GB:.1f} GB"
         rows = [*self.parts.items(), ("left", self.total - self.used)]
         rows += [(f"in host memory: {name}", size) for name, size in self.host.items()]
         return "\n".join([head, *(f"  {name:<34}{size / _GB:8.1f} GB" for name, size in rows)])
@@ -193,10 +199,8 @@ class TrainerMemory:
         """
         if self.used > self.total:
             raise ValueError(
-                f"training does not fit: a GPU of the trainer has {self.total / _GB:.1f} GB, but training "
-                f"needs about {self.used / _GB:.1f} GB; slipstream validate --gpu-gb {self.total / _GB:.0f} "
-                "prints the smallest change that fits; more GPUs (trainer.world_size) share weights, and "
-                "trainer.context_parallel long sequences\n" + self.table(num_gpus)
+                f"{self.work} does not fit: a GPU of the {self.worker} has {self.total / _GB:.1f} GB, but "
+                f"{self.work} needs about {self.used / _GB:.1f} GB; {self.remedy}\n{self.table(num_gpus)}"
             )
 
 
@@ -237,15 +241,14 @@ def fitted(
 
 def _memory_of(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> TrainerMemory:
     """Predicts the memory of the rank that needs the most; ranks differ between pipeline stages."""
-    memories = [
-        _memory_of_stage(spec, config, stage, gpu_bytes=gpu_bytes)
-        for stage in _stages(ConfigKey(config), spec.trainer.pipeline_parallel)
-    ]
+    has_head = not spec.algorithm.loss_kind.trains_values
+    stages = _stages(ConfigKey(config), spec.trainer.pipeline_parallel, has_head=has_head)
+    memories = [_memory_of_stage(spec, config, stage, gpu_bytes=gpu_bytes) for stage in stages]
     return max(memories, key=lambda memory: memory.used)
 
 
 @lru_cache(maxsize=8)
-def _stages(key: ConfigKey, num_stages: int) -> "list[_Stage]":
+def _stages(key: ConfigKey, num_stages: int, *, has_head: bool) -> "list[_Stage]":
     """Returns what each pipeline stage holds at most."""
     shapes, text_config = shapes_of(key.config), key.config.get_text_config()
     is_tied, text = bool(text_config.tie_word_embeddings), config_dict(text_config)
@@ -261,8 +264,8 @@ def _stages(key: ConfigKey, num_stages: int) -> "list[_Stage]":
         # Micro-batches before the first backward pass: under 1F1B as many as there are stages from this
         # one on, and all if there are fewer of them than stages.
         num_packs = num_stages - min(number, 1)
-        has_head = number == num_stages - 1
-        stages.append(_Stage(held_shapes, len(layers), num_packs, has_head=has_head))
+        is_last = has_head and number == num_stages - 1
+        stages.append(_Stage(held_shapes, len(layers), num_packs, has_head=is_last))
     return stages
 
 
@@ -323,7 +326,7 @@ def _memory_of_stage(
         "states between stages": _exchanged(trainer, config, item=item, num_packs=stage.num_packs)
         * num_tokens,
         "weights in transfer": _sent(spec, shapes),
-        "context": _CONTEXT,
+        "context": CONTEXT,
     }
     if spec.topology.is_colocated:
         sizes[SLEEPING] = item * weights / spec.engine_gpus + _SLEEPING
@@ -351,7 +354,7 @@ def _memory_of_stage(
 
 def sleeping_trainer_bytes(spec: RunSpec, config: PretrainedConfig) -> float:
     """Returns the bytes that a trainer keeps per GPU in the rollouts' turn: sent weights and context."""
-    return _sent(spec, shapes_of(config)) + _CONTEXT
+    return _sent(spec, shapes_of(config)) + CONTEXT
 
 
 def state_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:

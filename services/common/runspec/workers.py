@@ -59,6 +59,8 @@ class WorkerKind:
     """The number of GPUs of its task is a multiple of this number."""
     problems: Callable[[_Spec], Iterable[str]] = _nothing
     """Problems of a run in which its task has its own GPUs."""
+    memory: str = ""
+    """Reference of a function of a run, its model's configuration and ``gpu_bytes``: a ``TrainerMemory``."""
     trains: bool = False
     """True if it has an optimizer."""
     receives_weights: bool = False

@@ -11,7 +11,7 @@ import yaml
 from rich.table import Table
 
 from services.checks.start.hub import model_config
-from services.checks.start.layouts import Layout, distinct, layouts
+from services.checks.start.layouts import Layout, layouts
 from services.cli.api_calls import call_operation
 from services.cli.commands.spec import Overrides, SpecPath, load_checked
 from services.cli.controller_address import Url
@@ -43,7 +43,7 @@ from services.extras.planner.inputs import (
     setting_of,
     with_overrides,
 )
-from services.extras.planner.memory import Memory, gpu_bytes
+from services.extras.planner.memory import Memory, distinct, gpu_bytes
 from services.extras.planner.simulation import predict
 from services.extras.planner.tail import tail_bound
 

@@ -2,10 +2,12 @@
 
 import math
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from services.checks.start.hub import model_config
+from services.checks.start.layouts import AXES, Layout
 from services.checks.start.memory import run_memory
 from services.common.memory.trainer import resident_memory, state_memory
 from services.common.runspec.run import RunSpec
@@ -14,6 +16,8 @@ from services.common.runspec.topology import TopologySpec
 _UNITS = {"": 1e9, "GB": 1e9, "G": 1e9, "GIB": 2.0**30, "MB": 1e6, "TB": 1e12}
 _H200 = 141e9
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SAVED = 0.95
+"""Share of a layout's memory below which another one is worth a line."""
 
 
 def gpu_bytes(text: str) -> int:
@@ -134,3 +138,20 @@ class Memory:
         from services.trainer.model.flops import model_weights
 
         return model_weights(self._config)
+
+
+def distinct(layouts: Sequence[Layout]) -> list[Layout]:
+    """Returns the layouts that fit, without those that divide more than a cheaper one and save no memory."""
+    front: list[Layout] = []
+    for layout in layouts:
+        if layout.fits and not any(_replaces(cheaper, layout) for cheaper in front):
+            front.append(layout)
+    return front
+
+
+def _replaces(cheaper: Layout, layout: Layout) -> bool:
+    sizes = ((getattr(cheaper, name), getattr(layout, name)) for name in AXES)
+    return (
+        all(size <= size_of_other for size, size_of_other in sizes)
+        and _SAVED * cheaper.memory <= layout.memory
+    )

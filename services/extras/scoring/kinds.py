@@ -85,6 +85,7 @@ LOGP: Final = WorkerKind(
     ranks=scoring_ranks,
     unit=scoring_ranks,
     problems=_logp_problems,
+    memory="services.extras.scoring.memory:policy_memory",
     receives_weights=True,
     scores="batches",
 )
@@ -96,6 +97,7 @@ REF_LOGP: Final = WorkerKind(
     ranks=scoring_ranks,
     unit=scoring_ranks,
     problems=_ref_logp_problems,
+    memory="services.extras.scoring.memory:reference_memory",
     scores="groups",
     adds=("ref_logprobs",),
 )
@@ -107,6 +109,7 @@ CRITIC: Final = WorkerKind(
     ranks=lambda spec: spec.topology.own_gpus("critic"),
     unit=lambda spec: spec.critic.tensor_parallel * spec.critic.pipeline_parallel,
     problems=_critic_problems,
+    memory="services.extras.scoring.memory:critic_memory",
     trains=True,
     scores="batches",
     adds=("values",),

@@ -34,6 +34,7 @@ from services.common.rpc.server import serve
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup, in_thread
 from services.extras.scoring.leader import Scorer, ScoringLeader, follow
+from services.extras.scoring.memory import scoring_spec
 from services.trainer import metrics
 from services.trainer.collectives import Ranks
 from services.trainer.engines.base import Progress
@@ -344,7 +345,7 @@ def _build(
     if is_reference:
         check_teacher(spec)
         spec = spec.of_reference
-    spec = _scoring_spec(spec)
+    spec = scoring_spec(spec)
     topology = _topology(spec, settings)
     loader = Loader(spec, settings, topology, progress)
 
@@ -376,23 +377,6 @@ def _build(
 
 build_policy = partial(_build, is_reference=False)
 build_reference = partial(_build, is_reference=True)
-
-
-def _scoring_spec(spec: RunSpec) -> RunSpec:
-    """Returns the run with a trainer of this worker's size, without features that only training needs."""
-    scoring = spec.topology.scoring
-    changes = {
-        "world_size": spec.topology.scoring_ranks,
-        "tensor_parallel": scoring.tensor_parallel,
-        "expert_parallel": scoring.expert_parallel,
-        "context_parallel": 1,
-        "pipeline_parallel": 1,
-        "zero_stage": 3,
-        "activation_checkpointing": False,
-        "cpu_offload": scoring.cpu_offload,
-        "compile": False,
-    }
-    return spec.model_copy(update={"trainer": spec.trainer.model_copy(update=changes)})
 
 
 def _topology(spec: RunSpec, settings: TrainerSettings) -> RankTopology:

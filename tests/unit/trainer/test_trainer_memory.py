@@ -167,7 +167,7 @@ def test_stages_hold_all_micro_batches_of_an_update_that_has_fewer_than_stages()
         "qwen2", vocab_size=128, hidden_size=1024, num_hidden_layers=8, num_attention_heads=8
     )
     spec = spec_with(trainer={"engine": "stages", "world_size": 4, "pipeline_parallel": 4})
-    num_packs = [stage.num_packs for stage in _stages(ConfigKey(config), 4)]
+    num_packs = [stage.num_packs for stage in _stages(ConfigKey(config), 4, has_head=True)]
     assert num_packs == [4, 3, 3, 3]
     assert trainer_memory(spec, config, gpu_bytes=10**11).used > 0
 

@@ -5,13 +5,14 @@ from itertools import product
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
-from services.checks.start.layouts import distinct, fitting_layout, layouts
+from services.checks.start.layouts import fitting_layout, layouts
 from services.checks.start.memory import smallest_change
 from services.common.memory.trainer import SPARE, trainer_memory
 from services.common.models.families import check_trainer
 from services.common.models.stages import bubble
 from services.common.runspec.rules import problems
 from services.common.runspec.run import RunSpec
+from services.extras.planner.memory import distinct
 from tests.helpers.specs import spec_with
 
 MIXTURE: PretrainedConfig = AutoConfig.for_model(
