@@ -4,8 +4,10 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
+from services.common.runspec.base import in_yaml
 from services.common.runspec.rules import optimizer, parallelism, train_engine
 from services.common.runspec.run import RunSpec
+from services.common.runspec.topology import ScoringSpec
 from services.common.runspec.trainer import CriticSpec
 from services.common.runspec.weight_modes import HOST_MODE, MODES
 from services.common.runspec.workers import WorkerKind, scoring_ranks
@@ -51,6 +53,18 @@ def _ref_logp_problems(spec: RunSpec) -> Iterator[str]:
             "topology.task_groups gives ref_logp its own GPUs, but its workers compute logprobs of the "
             "policy's prompts only; put ref_logp into the group of train, or serve the teacher (teacher.url)"
         )
+
+    lora, scoring = spec.trainer.lora, spec.topology.scoring
+    if teacher is None and lora is not None and lora.base_dtype is not None:
+        # Every process holds all rounded weights.
+        for key in ("tensor_parallel", "cpu_offload"):
+            value, default = getattr(scoring, key), ScoringSpec.model_fields[key].default
+            if value != default:
+                yield (
+                    f"trainer.lora.base_dtype {lora.base_dtype} rounds the weights of ref_logp, of which "
+                    f"each GPU holds all, but topology.scoring.{key} is {in_yaml(value)}; set it to "
+                    f"{in_yaml(default)}"
+                )
 
 
 def _critic_problems(spec: RunSpec) -> Iterator[str]:

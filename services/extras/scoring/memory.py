@@ -14,6 +14,7 @@ from services.common.memory.sizes import Shapes, config_dict, num_weights, shape
 from services.common.memory.trainer import CHUNK_BYTES, CONTEXT, TrainerMemory, trainer_memory
 from services.common.models.configs import full_config
 from services.common.models.families import num_experts
+from services.common.models.quantization import base_bytes, largest_quantized
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import OF_EXPERTS, TrainerSpec
 from services.common.runspec.weight_modes import MODES
@@ -124,7 +125,15 @@ def _scorer(
         },
     )
     peak = max(moments, key=lambda sizes: sum(sizes.values()))
+    lora = trainer.lora if worker == "ref_logp" and spec.teacher is None else None
     state = {"weights, frozen": item * weights}
+    if lora is not None and lora.base_dtype is not None:
+        # Every process holds all rounded weights, and dequantizes one at a time.
+        rounded = base_bytes(shapes, lora.base_dtype, item=item)
+        state = {
+            "weights, frozen": rounded,
+            "a weight, dequantized": float(item * largest_quantized(shapes)),
+        }
     here, host = ({}, state) if trainer.offloads_weights else (state, {})
     parts = {**here, **peak, "context": CONTEXT}
     return TrainerMemory(

@@ -43,6 +43,7 @@ from services.trainer.engines.fsdp.engine import FsdpEngine
 from services.trainer.engines.fsdp.oom import load_oom_limits
 from services.trainer.engines.fsdp.parallel import RankTopology, build_topology
 from services.trainer.model.policy import Policy, computes_as, freeze
+from services.trainer.model.quantized import quantize_base
 from services.trainer.ranks.build import device_of
 from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.start import FollowerStart, load, until_stopped
@@ -360,7 +361,12 @@ def _build(
             routing_replay=replay,
             engine=computes_as(spec, model.config) if is_policy else None,
         )
-        return freeze(policy)
+        policy, lora = freeze(policy), spec.trainer.lora
+        if is_reference and is_policy and lora is not None and lora.base_dtype is not None:
+            # The rounded weights are the policy's base.
+            dtype = getattr(torch, spec.trainer.dtype)
+            quantize_base(policy.model, lora.base_dtype, dtype=dtype)
+        return policy
 
     policy = loader.load(make) if is_reference else loader.shape(make)
     oom_limits = load_oom_limits(settings, spec.trainer, ranks=topology.data)
