@@ -396,7 +396,7 @@ def _same(expected: str, candidate: str) -> bool:
     if spelling.same_text(expected, candidate):
         return True
     expected, candidate = spelling.spelled(expected), spelling.spelled(candidate.strip(" ,;"))
-    candidate = bounds.value_of_uncomputed(notation.rewritten(expected, candidate), expected)
+    candidate = bounds.last_value(notation.rewritten(expected, candidate), expected)
     candidate = bounds.with_combinations(candidate)
     expected = bounds.with_combinations(expected)
     if not bounds.is_readable(candidate, expected):

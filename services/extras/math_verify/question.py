@@ -383,7 +383,7 @@ _ANSWERED: Final = re.compile(
 )
 """One line that answers a yes-or-no question and says more, which does not take it back."""
 _REASON: Final = re.compile(
-    r"(?:,\s*|\s+)?\((?:(?:since|because|as|for)\s[^()]*|[^()]*\b(?:extraneous|rejected|discarded))\)"
+    r"(?:,\s*|\s+)?\((?:(?:since|because|as|for)\s[^()]*|[^()]*\d[^()]*\b(?:extraneous|rejected|discarded))\)"
     r"|(?P<before>^[^\n]*?)(?:[,.:][^\S\n]*|[^\S\n]+)(?:because|since)\b(?<!\.\sSince)"
     r"(?![^\n]*(?:\\boxed|####|answer|\b(?:so|thus|hence|therefore)\b))[^\n]*",
     re.IGNORECASE | re.MULTILINE,

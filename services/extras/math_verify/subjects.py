@@ -9,9 +9,13 @@ from services.extras.math_verify.words import AUXILIARY_VERBS, table
 
 _NAME: Final = r"[A-Z][a-z]+(?:\s+[A-Z][a-z]+)*"
 _NAMES: Final = rf"{_NAME}(?:(?:,\s*(?:and\s+)?|\s+and\s+){_NAME})*"
-_ASKED_SUBJECT: Final = re.compile(rf"\b(?:{AUXILIARY_VERBS})\s+({_NAMES})\b(?!['\u2019])")
+_TITLE: Final = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|Prof|Sgt)\b\.?\s+(?=[A-Z])")
+_ASKED_SUBJECT: Final = re.compile(rf"\b(?:{AUXILIARY_VERBS})\s+{_NAME}\b(?!['\u2019])")
+_ASKED_PHRASE: Final = re.compile(r"(?i)\b(?:how|what|which)\b(?:(?!\b(?:if|when)\b)[^?])*")
+_COMPARED: Final = re.compile(rf"\bthan\s+{_NAME}")
+_OPPOSITE: Final = re.compile(r"\b(?:fewer|less|shorter|lower|younger|lighter|slower)\b")
 _SUBJECT: Final = re.compile(
-    rf"(?:^\s*|[.,;!?\n]\s*|\b(?:[Ss]o|[Tt]hus|[Tt]hen|[Hh]ence|[Tt]herefore|that|and)\s+)({_NAME})"
+    rf"(?:^\s*|[.,;!?\n]\s*|\b(?:[Ss]o|[Tt]hus|[Tt]hen|[Hh]ence|[Tt]herefore|that|and)\s+)({_NAMES})"
     rf"(?:\s*[:=]|(?:\s+[a-z]+){{1,4}})?[\s\N{{CURRENCY SIGN}}]*$"
 )
 _NO_NAME: Final = re.compile(
@@ -32,9 +36,12 @@ _MAX_NAME_WORDS: Final = 3
 
 @lru_cache(maxsize=64)
 def _asked_names(prompt: str) -> frozenset[str]:
-    """Returns the words of the names after ``does`` and other auxiliary verbs of the sentences that ask."""
-    subjects = _ASKED_SUBJECT.findall(question.asked(prompt))
-    return frozenset(re.findall(r"[A-Z][a-z]+", " ".join(subjects)))
+    """Returns the names in a question of how much somebody has, does or gives somebody; none of others."""
+    asking = question.asked(prompt)
+    if _ASKED_SUBJECT.search(asking) is None:
+        return frozenset()
+    phrases = " ".join(_ASKED_PHRASE.findall(_COMPARED.sub("", asking)))
+    return frozenset(re.findall(r"[A-Z][a-z]+", phrases))
 
 
 def is_of_other_name(prompt: str, before: str, rest: str) -> bool:
@@ -44,10 +51,13 @@ def is_of_other_name(prompt: str, before: str, rest: str) -> bool:
         before: What a final answer says before its number.
         rest: What it says after it.
     """
+    prompt, before, rest = (_TITLE.sub("", text) for text in (prompt, before, rest))
     asked_names, subject = _asked_names(prompt), _SUBJECT.search(before)
-    if not asked_names or subject is None:
+    if not asked_names or subject is None or _OPPOSITE.search(rest):
         return False
-    names = {name for name in subject[1].split() if not _NO_NAME.fullmatch(name)}
+    names = {
+        name for name in re.findall(r"[A-Z][a-z]+", subject[1]) if not _NO_NAME.fullmatch(name)
+    }
     if not names or not asked_names.isdisjoint({*names, *re.findall(r"[A-Z][a-z]+", rest)}):
         return False
     return all(_is_name(prompt, name) for name in names)
@@ -75,7 +85,9 @@ def without_predicate(prompt: str, expected: str, response: str) -> str:
         or _NEGATION.search(asking)
     ):
         return response
-    allowed = {*map(_verb_stem, re.findall(r"[a-z]+", asking))} | _PREDICATE_WORDS
+    allowed = {
+        *map(_verb_stem, re.findall(r"[a-z]+", asking.partition(" if ")[0]))
+    } | _PREDICATE_WORDS
     return name if {*map(_verb_stem, rest.split())} <= allowed - {"and", "or"} else response
 
 

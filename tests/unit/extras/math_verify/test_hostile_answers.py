@@ -32,6 +32,13 @@ def short_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
             "\\sum_{n=1}^{999999999} n",
             *("(n+999999)!", "e^{(x+y+z)^{43}}"),
         ),
+        *(
+            "\\sin\\cos\\tan" * 3 + " 7",
+            "\\sin(" * 8 + "7" + ")" * 8,
+            "sin " * 11 + "7",
+            "ln cos " * 6 + "7",
+        ),
+        "a_x_b_y_c_z_" * 5 + "7",
         "\\frac{x^3-1}{x^4-x+1}<\\frac{x}{x^2-2}",
     ],
     ids=lambda text: text[:12],
