@@ -65,17 +65,15 @@ _RECOVERABLE = frozenset(
     {"WorkerLost", "UNAVAILABLE", "DEADLINE_EXCEEDED", "DATA_LOSS", "DATABASE_UNAVAILABLE"}
 )
 _INFRA = _RECOVERABLE | {"CheckpointUnusable"}
-_USER = frozenset(
-    {
-        *("INVALID_ARGUMENT", "FAILED_PRECONDITION", "GenerationError", "SpecError"),
-        *("QueueTimeout", "OtherCheckpoint"),
-    }
-)
+_REFUSED = frozenset({"INVALID_ARGUMENT", "FAILED_PRECONDITION"})
+_USER = _REFUSED | {"GenerationError", "SpecError", "QueueTimeout", "OtherCheckpoint"}
 
 _KEYS = "|".join(re.escape(key) for key, _ in fields_of(RunSpec) if key.count(".") == 1)
-# A worker that ended itself because of code of the user or the value of a key.
+# A worker that ended itself because of code of the user or the value of a key, not because another is slow.
 _ENDED_BY_USER = re.compile(
-    rf"\S+ exited with exit code \d+[^:\n]*?(?: while it ran '|:.*?(?<![\w./])(?:{_KEYS})(?![\w/]))"
+    r"\S+ exited with exit code \d+[^:\n]*?"
+    r"(?: while it ran '|:(?!\s*[\w.]*(?:Timeout|DeadlineExceeded)Error\b)"
+    rf".*?(?<![\w./])(?:{_KEYS})(?![\w/]))"
 )
 # The message begins with the lost worker or with the called service.
 _COMPONENT = re.compile(r"([a-z_]+-\d+)\b|/slipstream\.([a-z]+)\.v1\.")

@@ -560,6 +560,14 @@ async def test_a_failed_run_has_the_party_at_fault(api, database):
         ("exit code 1: ValueError: Free memory on device cuda:0 is less than desired", False),
         ("exit code 1: RuntimeError: model.layers.0.weight has another size", False),
         ("exit code 1: OSError: /data/rollout.rewards/1: no space left on device", False),
+        (
+            "exit code 1: TimeoutError: the trainer did not load; raise limits.start_timeout_s",
+            False,
+        ),
+        (
+            "exit code 1: services.common.errors.DeadlineExceededError: limits.start_timeout_s",
+            False,
+        ),
         ("signal 9 (memory was short: the kernel killed processes of this host)", False),
         ("signal 11: services.trainer.steps raised", False),
     ],
