@@ -153,8 +153,6 @@ HEAD_MULTIPLE: Final = 8
 _COMPILED_LAYERS: Final = 4
 # Layers whose activations are on the GPU if they are offloaded: one that computes, one in transfer.
 _LAYERS_HERE: Final = 2
-# Without torch.compile the norms also keep their float32 input, and the activation its input.
-_EAGER_NORMS: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,14 +3,16 @@
 Rank 0 broadcasts every command as a small header and its bytes, so that no rank enters a collective alone. A
 rank that fails writes the cause to the store of the process group. A thread of every other rank waits on that
 key and aborts the rank's process groups. Then all processes end, which also closes what cannot be aborted.
-The kernel ends connections to a silent host. So no rank waits forever in a collective for a failed rank.
+The kernel ends connections to a silent host. A rank that has not ended a minute later kills itself.
 
 A rank that was killed, or whose host was lost, writes nothing: a connection to it fails on another rank,
 which calls the roll. The threads of all others answer, and the cause names the ranks that do not.
 """
 
 import asyncio
+import faulthandler
 import logging
+import os
 import socket
 import struct
 import threading
@@ -57,6 +59,8 @@ _ASK_EVERY_S = 0.05
 _WATCH_EVERY_S = 5.0
 # Seconds for the other ranks to read how rank 0 ended, before the store ends with its process.
 _JOIN_S = 5.0
+# Seconds for a rank to end after a failure; meanwhile rank 0 reports the cause to the controller.
+_END_S = 60.0
 
 
 def watch_connections() -> None:
@@ -184,18 +188,14 @@ class CommandGroup:
         where = f"{ip_of(self._host)} {socket.gethostname()}"
         store.set(f"{_HOST}{rank}", where)
         listener = threading.Thread(
-            target=self._listen, args=(store,), name="rank-failures", daemon=True
+            target=self._listen, args=(store,), name="failures", daemon=True
         )
         listener.start()
-        has_ended = threading.Event()
-        watch = threading.Thread(
-            target=_watch_connections, args=(has_ended,), name="rank-connections", daemon=True
-        )
-        watch.start()
+        for name, target in (("connections", _watch_connections), ("late end", self._end_late)):
+            threading.Thread(target=target, name=name, daemon=True).start()
         try:
             yield
         finally:
-            has_ended.set()
             # The listener may destroy the process group at any moment, but not the store.
             if distributed.is_initialized() and rank == 0:
                 default_store.compare_set(_END, "", _ENDED_NORMALLY)
@@ -218,8 +218,7 @@ class CommandGroup:
             cause: Reason why this rank cannot continue. If a rank failed before, its cause is used instead.
             blames_others: True if the cause is a failed collective, which other ranks or hosts caused.
         """
-        # Another thread may abort the groups at any moment, because another rank failed, too. If rank 0
-        # has ended, the store is gone.
+        # Another rank's failure may abort the groups at any moment; if rank 0 has ended, the store is gone.
         with suppress(RuntimeError, ValueError):
             if not self.has_failed:
                 cause = f"rank {distributed.get_rank()}: {cause}"
@@ -227,9 +226,8 @@ class CommandGroup:
                 if blames_others:
                     cause = self._blame(store, cause)
                 cause = store.compare_set(_END, "", cause).decode()
-                store.set(
-                    _ROLL_CALL, ""
-                )  # threads wait for it before they read how the worker ended
+                # Threads wait for it before they read how the worker ended.
+                store.set(_ROLL_CALL, "")
         self._abort(cause)
         return RankFailedError(self._cause.result())
 
@@ -276,13 +274,20 @@ class CommandGroup:
             logger.error("a rank failed; this rank ends too", extra={"cause": cause})
             abort_processes()
 
+    def _end_late(self) -> None:
+        """Kills this process if it goes on after a failure: a wait for a lost rank may never end."""
+        cause = self._cause.result()
+        time.sleep(_END_S)
+        logger.error("this rank did not end and is killed", extra={"cause": cause})
+        faulthandler.dump_traceback()
+        os._exit(1)  # noqa: TID251 -- other threads hold the process up
+
     def broadcast(self, command: Command) -> None:
         """Broadcasts a command from rank 0 to the others, unless a rank has failed."""
         if self._size == 1 or self.has_failed:
             return
         numbers = (command.kind, command.step, command.weight_version)
-        header = _HEADER.pack(*numbers, len(command.payload))
-        _broadcast(bytearray(header))
+        _broadcast(bytearray(_HEADER.pack(*numbers, len(command.payload))))
         if command.payload:
             _broadcast(bytearray(command.payload))
 
@@ -331,10 +336,10 @@ class CommandGroup:
         return Command(CommandKind(kind), step, weight_version, payload)
 
 
-def _watch_connections(has_ended: threading.Event) -> None:
-    watch_connections()
-    while not has_ended.wait(_WATCH_EVERY_S):
+def _watch_connections() -> None:
+    while True:
         watch_connections()
+        time.sleep(_WATCH_EVERY_S)
 
 
 def _is_collective_error(error: Exception) -> bool:

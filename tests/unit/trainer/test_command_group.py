@@ -1,7 +1,10 @@
 """Reports of other ranks to rank 0, and simultaneous failures of several ranks."""
 
+import subprocess
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from torch import distributed
@@ -98,3 +101,38 @@ def test_a_rank_that_failed_by_itself_is_the_cause_of_the_others_failed_collecti
         monkeypatch.setattr(distributed, "get_rank", lambda: 1)
         error = CommandGroup(4).fail("Read error [10.0.0.2]:7", blames_others=True)
     assert str(error).endswith("restart: rank 3: out of memory")
+
+
+_WAITING_RANK = """
+import sys, time
+from torch import distributed
+from services.trainer.ranks import command_group
+
+rank = int(sys.argv[1])
+distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+command_group._END_S = 0.1
+ranks = command_group.CommandGroup(2)
+with ranks.listening():
+    if rank == 1:
+        ranks.fail("out of memory")
+    time.sleep(600)
+"""
+
+
+def test_ranks_that_wait_after_a_failure_kill_themselves_with_their_stacks(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", _WAITING_RANK)
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            _, output = rank.communicate(timeout=120)
+            assert rank.returncode == 1
+            assert "this rank did not end and is killed" in output
+            assert 'File "<string>", line 13 in <module>' in output
+    finally:
+        for rank in ranks:
+            rank.kill()
