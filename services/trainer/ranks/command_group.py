@@ -188,10 +188,11 @@ class CommandGroup:
         where = f"{ip_of(self._host)} {socket.gethostname()}"
         store.set(f"{_HOST}{rank}", where)
         listener = threading.Thread(
-            target=self._listen, args=(store,), name="failures", daemon=True
+            target=self._listen, args=(store,), name="rank-failures", daemon=True
         )
         listener.start()
-        for name, target in (("connections", _watch_connections), ("late end", self._end_late)):
+        watches = {"rank-connections": _watch_connections, "rank-end": self._end_late}
+        for name, target in watches.items():
             threading.Thread(target=target, name=name, daemon=True).start()
         try:
             yield

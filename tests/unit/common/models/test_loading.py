@@ -100,4 +100,6 @@ def test_a_configuration_that_contradicts_itself_is_refused_with_the_rule(tmp_pa
 def test_a_folder_that_does_not_exist_is_named_with_its_key_wherever_it_is_read(path, load, key):
     with pytest.raises((OSError, ValueError)) as caught:
         load(path)
-    assert str(caught.value).startswith(f"{key}: folder {path!r} does not exist, or cannot be read; ")
+    assert str(caught.value).startswith(
+        f"{key}: folder {path!r} does not exist, or cannot be read; "
+    )
