@@ -35,8 +35,9 @@ _REPETITION: Final = re.compile(r"(?=.{0,15}?[\\_^(|\[{!])(.{2,16}?)\1{11}")
 """A piece of a formula twelve times in a row."""
 _NESTED: Final = re.compile(
     r"(?:\\?(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt)(?:[\s({]|\\left)*){5}|(?:_\s*\{?\w\}?\s*){8}"
+    r"|(?:\d+/\d+\s+){16}"
 )
-"""Functions of functions, or indices of indices, for which the parser's time grows by their powers."""
+"""Functions of functions, indices of indices, or fractions side by side: each doubles the time of parsing."""
 _COMMANDS: Final = re.compile(
     r"\\(?:int|iint|oint|sum|prod|lim)(?![A-Za-z])|\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|[dt]?frac|[dt]?binom)(?![A-Za-z])"
 )

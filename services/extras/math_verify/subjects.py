@@ -13,6 +13,7 @@ _TITLE: Final = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|Prof|Sgt)\b\.?\s+(?=[A-Z])")
 _ASKED_SUBJECT: Final = re.compile(rf"\b(?:{AUXILIARY_VERBS})\s+{_NAME}\b(?!['\u2019])")
 _ASKED_PHRASE: Final = re.compile(r"(?i)\b(?:how|what|which)\b(?:(?!\b(?:if|when)\b)[^?])*")
 _COMPARED: Final = re.compile(rf"\bthan\s+{_NAME}")
+_SEVERAL: Final = re.compile(r",|\band\b")
 _OPPOSITE: Final = re.compile(r"\b(?:fewer|less|shorter|lower|younger|lighter|slower)\b")
 _SUBJECT: Final = re.compile(
     rf"(?:^\s*|[.,;!?\n]\s*|\b(?:[Ss]o|[Tt]hus|[Tt]hen|[Hh]ence|[Tt]herefore|that|and)\s+)({_NAMES})"
@@ -36,7 +37,7 @@ _MAX_NAME_WORDS: Final = 3
 
 @lru_cache(maxsize=64)
 def _asked_names(prompt: str) -> frozenset[str]:
-    """Returns the names in a question of how much somebody has, does or gives somebody; none of others."""
+    """Returns the names in a question such as how much Ann gives Bob; none if it asks about no name."""
     asking = question.asked(prompt)
     if _ASKED_SUBJECT.search(asking) is None:
         return frozenset()
@@ -53,7 +54,7 @@ def is_of_other_name(prompt: str, before: str, rest: str) -> bool:
     """
     prompt, before, rest = (_TITLE.sub("", text) for text in (prompt, before, rest))
     asked_names, subject = _asked_names(prompt), _SUBJECT.search(before)
-    if not asked_names or subject is None or _OPPOSITE.search(rest):
+    if not asked_names or subject is None or _OPPOSITE.search(rest) or _SEVERAL.search(subject[1]):
         return False
     names = {
         name for name in re.findall(r"[A-Z][a-z]+", subject[1]) if not _NO_NAME.fullmatch(name)

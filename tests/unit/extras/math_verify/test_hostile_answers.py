@@ -39,6 +39,7 @@ def short_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
             "ln cos " * 6 + "7",
         ),
         "a_x_b_y_c_z_" * 5 + "7",
+        "4/4 9/4 2/6 1/3 2/2 8/2 5/5 5/3 3/7 5/3 3/4 " * 4,
         "\\frac{x^3-1}{x^4-x+1}<\\frac{x}{x^2-2}",
     ],
     ids=lambda text: text[:12],
