@@ -27,7 +27,8 @@ with suppress(ModuleNotFoundError):  # the environments of the real engines have
     from hypothesis import settings
 
     # No test is timed: a busy machine is no failure.
-    settings.register_profile("slipstream", deadline=None, max_examples=50)
+    # Examples are the same in each run, so that no commit fails for an older fault; nightly ones vary.
+    settings.register_profile("slipstream", deadline=None, max_examples=50, derandomize=True)
     settings.register_profile("nightly", deadline=None, max_examples=5_000)
     settings.load_profile("slipstream")
 
