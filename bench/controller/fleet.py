@@ -20,6 +20,7 @@ from slipstream.controller.v1 import membership_pb2_grpc
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc
 from slipstream.type.v1 import worker_pb2
 
+_WORKERS_PER_CONNECTION = 32
 OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -66,8 +67,11 @@ async def _populate(order: dict[str, Any], queue: FakeQueue, tasks: asyncio.Task
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     ports = [server.add_insecure_port("127.0.0.1:0") for _ in names]
     await server.start()
-    channel = grpc.aio.insecure_channel(order["controller"], options=OPTIONS)
+    # A connection serves a bounded number of calls at a time; workers have connections of their own.
+    options = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
     for number, (name, port) in enumerate(zip(names, ports, strict=True)):
+        if number % _WORKERS_PER_CONNECTION == 0:
+            channel = grpc.aio.insecure_channel(order["controller"], options=options)
         offset_s = order["heartbeat_s"] * number / len(names)
         version = lambda: queue.version  # noqa: E731
         tasks.create_task(beat(channel, order, name, port, offset_s=offset_s, version=version))
