@@ -1,7 +1,8 @@
 """Typed API client of the commands; it uses the operations and answers that the controller declares.
 
     async with Api("http://127.0.0.1:8700", token=token) as api:
-        run = await api.submit(spec) await api.call(PauseRun(run_id=run.id))
+        run = await api.submit(spec)
+        await api.call(PauseRun(run_id=run.id))
 
 Other programs use ``slipstream_client``, which sends the requests for this class too.
 """

@@ -3,7 +3,8 @@
 Imports no torch. Example::
 
     async with WorkerSession(settings, role="rollout", port=port) as session:
-        session.report(state="ready", weight_version=0) await session.stopped()
+        session.report(state="ready", weight_version=0)
+        await session.stopped()
 """
 
 import asyncio

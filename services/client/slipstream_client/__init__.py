@@ -1,7 +1,8 @@
 """Client of a Slipstream controller: ``Client``, and ``AsyncClient`` with the same methods.
 
 with Client() as client:
-    run = client.submit("my.yaml") print(run.wait().state)
+    run = client.submit("my.yaml")
+    print(run.wait().state)
 """
 
 from slipstream_client.async_client import AsyncClient, AsyncRun

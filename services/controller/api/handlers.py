@@ -67,7 +67,6 @@ _RECOVERABLE = frozenset(
 _INFRA = _RECOVERABLE | {"CheckpointUnusable"}
 _REFUSED = frozenset({"INVALID_ARGUMENT", "FAILED_PRECONDITION"})
 _USER = _REFUSED | {"GenerationError", "SpecError", "QueueTimeout", "OtherCheckpoint"}
-
 _KEYS = "|".join(re.escape(key) for key, _ in fields_of(RunSpec) if key.count(".") == 1)
 # A worker that ended itself because of code of the user or the value of a key, not because another is slow.
 _ENDED_BY_USER = re.compile(
