@@ -80,6 +80,7 @@ from services.rollout.workflows.base import CodeWorkflow, TokenizerWorkflow, loa
 from services.rollout.workflows.chat_turns import kept_marks, plain_role_marks
 from services.trainer.checkpoint import compatibility, manifest
 
+_AXES: Final = ("expert_parallel", "tensor_parallel", "context_parallel")
 _SHOWN = 300
 """Max characters of an error of the operating system in a message."""
 
@@ -607,7 +608,8 @@ def _reference_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[st
     layout = spec.topology.scoring if is_apart else spec.trainer
     key = "topology.scoring" if is_apart else "trainer"
     # Processes that share the policy's experts compute all of a dense teacher.
-    yield from _division_problems(config, layout, key, axes=_AXES[not is_mixture(config) :])
+    axes = _AXES if is_mixture(config) else _AXES[1:]
+    yield from _division_problems(config, layout, key, axes=axes)
     yield from quantization_problems(config)
     yield from precision_problems(spec, config)
     if not is_apart:
@@ -665,15 +667,11 @@ def _scored_model(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
         yield from _division_problems(config, spec.topology.scoring, "topology.scoring")
 
 
-_AXES: Final = ("expert_parallel", "tensor_parallel", "context_parallel")
-
-
 def _division_problems(
     config: Mapping[str, Any], layout: object, key: str, *, axes: Sequence[str] = _AXES
 ) -> Iterator[str]:
     """Yields the reasons why processes with the layout of a section ``key`` would not compute a model."""
-    degrees = {name: getattr(layout, name, 1) for name in axes}
-    for problem in check_trainer(config, **degrees):
+    for problem in check_trainer(config, **{name: getattr(layout, name, 1) for name in axes}):
         yield problem.replace("trainer.", f"{key}.")
 
 
