@@ -37,7 +37,7 @@ class WorkerExit:
         code = f" while it ran {reference!r}, which must not end the process" if reference else ""
         cause = self._cause() or (lines[0] if len(lines) == 1 and not code else "")
         head = f"{self.worker_id} exited {self._status}{first}{code}"
-        if cause or code or self._is_short or not lines:
+        if cause or code or self._may_lack_memory or not lines:
             return f"{head}{cause and ': '}{cause} (log: {where})"
         return "\n".join([f"{head} (log: {where}); last log lines:", *lines])
 
@@ -48,7 +48,7 @@ class WorkerExit:
         return first_cause(self.last_lines, is_exit=self.code is not None)
 
     @property
-    def _is_short(self) -> bool:
+    def _may_lack_memory(self) -> bool:
         """True if the kernel may have killed it; without the fork server its status is unknown."""
         return self.num_oom_kills > 0 and self.code in (None, -signal.SIGKILL)
 
@@ -58,7 +58,7 @@ class WorkerExit:
         if self.code is not None and self.code < 0:
             status = f"signal {-self.code}"
         reason = " (memory was short: the kernel killed processes of this host)"
-        return f"with {status}{reason if self._is_short else ''}"
+        return f"with {status}{reason if self._may_lack_memory else ''}"
 
 
 def log_command(run_id: str, worker_id: str) -> str:

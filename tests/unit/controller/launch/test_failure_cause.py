@@ -298,29 +298,25 @@ def test_the_words_of_a_library_that_aborts_are_its_cause(tmp_path):
     [(-9, 1, True), (-9, 0, False), (1, 1, False), (-15, 1, False)],
 )
 def test_a_kill_while_memory_was_short_says_so(code, num_kills, is_named):
-    worker_exit = WorkerExit(
-        run_id="r",
-        worker_id="trainer-0",
-        code=code,
-        last_lines="",
-        log="/l",
-        num_oom_kills=num_kills,
-    )
-    assert ("memory was short" in worker_exit.report()) is is_named
+    assert ("memory was short" in _report(code, num_kills)) is is_named
 
 
 def test_a_killed_workers_last_lines_do_not_hide_that_memory_was_short():
-    """Nobody knows the status of a fork whose parent was killed, too."""
-    worker_exit = WorkerExit(
+    """The status of a fork is unknown if its parent was killed, too."""
+    memory = "(memory was short: the kernel killed processes of this host)"
+    expected = f"w exited with an unknown status {memory} (log: /l)"
+    assert _report(None, 2, last_lines="loading\nloaded") == expected
+
+
+def _report(code: int | None, num_oom_kills: int, *, last_lines: str = "") -> str:
+    return WorkerExit(
         run_id="r",
         worker_id="w",
-        code=None,
-        last_lines="loading\nloaded",
+        code=code,
+        last_lines=last_lines,
         log="/l",
-        num_oom_kills=2,
-    )
-    memory = "(memory was short: the kernel killed processes of this host)"
-    assert worker_exit.report() == f"w exited with an unknown status {memory} (log: /l)"
+        num_oom_kills=num_oom_kills,
+    ).report()
 
 
 def test_an_exception_that_was_raised_again_is_named_once():
