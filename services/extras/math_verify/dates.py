@@ -3,17 +3,16 @@
 import re
 from typing import Final
 
-_MONTHS: Final = (
-    "january|february|march|april|may|june|july|august|september|october|november|december"
-)
-_MONTH: Final = rf"(?P<month>{_MONTHS}|(?:jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec)\b\.?)"
+from services.extras.math_verify.words import MONTHS, WEEKDAYS
+
+_MONTH: Final = rf"(?P<month>{MONTHS}|(?:jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec)\b\.?)"
 _DAY: Final = r"(?P<day>\d{1,2})(?:\s*\^?\{?(?:st|nd|rd|th)\b\}?)?"
 _YEAR: Final = r"(?:,?\s+(?P<year>\d{4})(?!\d))?"
 _FORMS: Final = tuple(
     re.compile(rf"(?i)(?<![\w.])(?:the\s+)?{form}(?![\w/:]|[.,]\d|\s*BC)")
     for form in (rf"{_MONTH}\s+(?:the\s+)?{_DAY}{_YEAR}", rf"{_DAY}(?:\s+of)?\s+{_MONTH}{_YEAR}")
 )
-_WEEKDAY: Final = re.compile(r"(?i)\b(?:mon|tues|wednes|thurs|fri|satur|sun)day,?\s+")
+_WEEKDAY: Final = re.compile(rf"(?i)\b{WEEKDAYS},?\s+")
 _CHANGES: Final = re.compile(
     r"(?i)\b(?:before|after|until|since|from|not|never|or|than|by)\s+(?:on\s+)?$"
 )
@@ -38,6 +37,6 @@ def only_date(line: str) -> Date | None:
 
 
 def _date(match: re.Match[str]) -> Date:
-    names = [name[:3] for name in _MONTHS.split("|")]
+    names = [name[:3] for name in MONTHS.split("|")]
     month = names.index(match["month"][:3].casefold()) + 1
     return month, int(match["day"]), int(match["year"]) if match["year"] else None

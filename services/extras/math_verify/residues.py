@@ -18,6 +18,7 @@ _STRIDE: Final = 1_000_003
 _MAX_FACTORS: Final = 20_000
 """Max number of factors of a factorial or a number of combinations."""
 _MAX_EXPONENT_BITS: Final = 200
+_OPERATIONS: Final[Mapping[Any, Callable[[int, int], int]]] = {Add: int.__add__, Mul: int.__mul__}
 
 
 def same(first: Any, second: Any) -> bool:
@@ -28,18 +29,16 @@ def same(first: Any, second: Any) -> bool:
     if any(symbol.name == "i" for symbol in symbols):
         return False  # the imaginary unit has no residue
     try:
-        return all(
-            _residue(first, prime, point) == _residue(second, prime, point)
-            for prime in _PRIMES
-            for point in [
-                {
-                    symbol: pow(_GENERATOR, _STRIDE * number, prime)
-                    for number, symbol in enumerate(symbols, start=1)
-                }
-            ]
-        )
+        for prime in _PRIMES:
+            point = {
+                symbol: pow(_GENERATOR, _STRIDE * number, prime)
+                for number, symbol in enumerate(symbols, start=1)
+            }
+            if _residue(first, prime, point) != _residue(second, prime, point):
+                return False
     except ValueError:
         return False
+    return True
 
 
 def _residue(value: Any, prime: int, point: Mapping[Any, int]) -> int:
@@ -61,9 +60,6 @@ def _residue(value: Any, prime: int, point: Mapping[Any, int]) -> int:
         raise ValueError(f"{type(value).__name__} has no residue")
     residues = [_residue(argument, prime, point) for argument in value.args]
     return reduce(lambda total, residue: operation(total, residue) % prime, residues)
-
-
-_OPERATIONS: Final[Mapping[Any, Callable[[int, int], int]]] = {Add: int.__add__, Mul: int.__mul__}
 
 
 def _number_of_ways(numbers: list[int], prime: int) -> int:

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Final
 
 from services.extras.math_verify import asked, question
-from services.extras.math_verify.words import AUXILIARY_VERBS, table
+from services.extras.math_verify.words import AUXILIARY_VERBS, MONTHS, WEEKDAYS, table
 
 _NAME: Final = r"[A-Z][a-z]+(?:\s+[A-Z][a-z]+)*"
 _NAMES: Final = rf"{_NAME}(?:(?:,\s*(?:and\s+)?|\s+and\s+){_NAME})*"
@@ -21,8 +21,7 @@ _SUBJECT: Final = re.compile(
 )
 _NO_NAME: Final = re.compile(
     rf"(?i)(?:{asked.FUNCTION_WORDS}|{AUXILIARY_VERBS}|the|an?|so|thus|hence|therefore|some|most|many|one|two|three"
-    r"|first|next|finally|also|since|because|how|total|(?:mon|tues|wednes|thurs|fri|satur|sun)day|january|february"
-    r"|march|april|may|june|july|august|september|october|november|december)"
+    rf"|first|next|finally|also|since|because|how|total|{WEEKDAYS}|{MONTHS})"
 )
 _STATES_A_FACT: Final = r"\s+(?:had|[a-z]+s|[a-z]+ed)\b"
 _NEGATION: Final = re.compile(r"(?i)\b(?:not|never|no)\b|n['\u2019]t\b")

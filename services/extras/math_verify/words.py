@@ -1,4 +1,4 @@
-r"""Tables of words and patterns that several modules share: fonts, auxiliary verbs. Pure."""
+r"""Words and patterns that several modules share: fonts, auxiliary verbs, months, weekdays. Pure."""
 
 import re
 from typing import Final
@@ -6,6 +6,10 @@ from typing import Final
 AUXILIARY_VERBS: Final = (
     r"do|does|did|is|are|was|were|will|would|can|could|should|has|have|had|must"
 )
+MONTHS: Final = (
+    "january|february|march|april|may|june|july|august|september|october|november|december"
+)
+WEEKDAYS: Final = "(?:mon|tues|wednes|thurs|fri|satur|sun)day"
 FONT: Final = r"\\(?:text(?!color)\w*|math(?:bf|rm|it|sf)|mbox|boldsymbol|operatorname)\s*\{\s*"
 """Start of a text in a font."""
 _TEXT_IN_FONT: Final = re.compile(rf"{FONT}([^{{}}]*)\}}")
