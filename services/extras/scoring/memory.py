@@ -3,6 +3,7 @@
 The sizes are those that ``bench/trainer/counted.py`` counts in passes without gradients.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any, Final
@@ -21,6 +22,8 @@ from services.common.runspec.weight_modes import MODES
 
 _FLOAT32: Final = 4
 _GATHERED: Final = "weights gathered for a forward pass"
+_IN_TRANSFER: Final = "weights in transfer"
+_LOSS_WITHOUT_LOGITS: Final = "reward_model"
 _STATES: Final = 4
 """Hidden states that exist beside a layer's feed-forward part."""
 
@@ -58,15 +61,14 @@ def policy_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) ->
     memory = _scorer(spec, config, gpu_bytes=gpu_bytes, worker="logp")
     shapes, item = shapes_of(config), wire_dtype(spec).itemsize
     whole = item * num_weights(shapes)
-    name = "weights in transfer"
     if MODES[spec.weight_sync.mode].through_host:
         # Each process holds one whole tensor at a time.
         here = item * max(map(prod, shapes.values())) if spec.topology.scoring_ranks > 1 else 0.0
-        host = {**memory.host, name: whole}
-        return replace(memory, parts=_with(memory.parts, name, here), host=host)
+        host = {**memory.host, _IN_TRANSFER: whole}
+        return replace(memory, parts=_with_transfer(memory.parts, here), host=host)
     plane = WeightPlane.of(spec, config)
     here = plane.num_copies * whole + 2 * plane.bucket_bytes
-    return replace(memory, parts=_with(memory.parts, name, here))
+    return replace(memory, parts=_with_transfer(memory.parts, here))
 
 
 def critic_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> TrainerMemory:
@@ -75,21 +77,17 @@ def critic_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) ->
     kl = apart.algorithm.kl.model_copy(update={"coefficient": 0.0})
     changes = {
         "trainer": apart.trainer.model_copy(update={"lora": None}),
-        "algorithm": apart.algorithm.model_copy(update={"kl": kl, "loss": _VALUES}),
+        "algorithm": apart.algorithm.model_copy(update={"kl": kl, "loss": _LOSS_WITHOUT_LOGITS}),
         "teacher": None,
     }
     memory = trainer_memory(apart.model_copy(update=changes), config, gpu_bytes=gpu_bytes)
     return replace(
         memory,
-        parts={name: size for name, size in memory.parts.items() if name != "weights in transfer"},
-        host={name: size for name, size in memory.host.items() if name != "weights in transfer"},
+        parts={name: size for name, size in memory.parts.items() if name != _IN_TRANSFER},
+        host={name: size for name, size in memory.host.items() if name != _IN_TRANSFER},
         worker="critic",
         remedy="give critic more GPUs in topology, or set critic.cpu_offload to true",
     )
-
-
-_VALUES: Final = "reward_model"
-"""A loss of scores, which computes no logits."""
 
 
 def _scorer(
@@ -169,5 +167,5 @@ def _feed_forward(text: Any, trainer: TrainerSpec) -> float:
     return float(int(text.num_experts_per_tok) * rows / trainer.tensor_parallel)
 
 
-def _with(parts: Any, name: str, size: float) -> dict[str, float]:
-    return {**parts, **({name: size} if size else {})}
+def _with_transfer(parts: Mapping[str, float], size: float) -> dict[str, float]:
+    return {**parts, **({_IN_TRANSFER: size} if size else {})}
