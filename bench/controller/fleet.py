@@ -67,11 +67,14 @@ async def _populate(order: dict[str, Any], queue: FakeQueue, tasks: asyncio.Task
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     ports = [server.add_insecure_port("127.0.0.1:0") for _ in names]
     await server.start()
-    # A connection serves a bounded number of calls at a time; workers have connections of their own.
+    # The controller bounds the calls of one connection, so the workers cannot all share one.
     options = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+    channels = [
+        grpc.aio.insecure_channel(order["controller"], options=options)
+        for _ in range(0, len(names), _WORKERS_PER_CONNECTION)
+    ]
     for number, (name, port) in enumerate(zip(names, ports, strict=True)):
-        if number % _WORKERS_PER_CONNECTION == 0:
-            channel = grpc.aio.insecure_channel(order["controller"], options=options)
+        channel = channels[number // _WORKERS_PER_CONNECTION]
         offset_s = order["heartbeat_s"] * number / len(names)
         version = lambda: queue.version  # noqa: E731
         tasks.create_task(beat(channel, order, name, port, offset_s=offset_s, version=version))
