@@ -198,9 +198,11 @@ async def test_a_single_term_that_is_the_reward_has_no_chart_of_its_own(open_pag
 
 
 async def test_checkpoints_with_long_folders_fit_the_page(open_page, controller):
+    run = controller.create("long-folders")
+    controller.end(run)
     path = f"/mnt/checkpoints/{'a-long-folder-' * 8}/step-00000010"
-    save(controller.store.database, controller.ended, step=10, path=path)
-    page = await open_page(f"/runs/{controller.ended}/checkpoints", width=1440)
+    save(controller.store.database, run, step=10, path=path)
+    page = await open_page(f"/runs/{run}/checkpoints", width=1440)
     table = page.get_by_role("region", name="Checkpoints")
     await expect(table.get_by_role("button", name="delete")).to_be_visible()
     assert await table.evaluate("e => e.scrollWidth <= e.clientWidth")
