@@ -64,12 +64,14 @@ def _learned(tokens: set[str], added_tokens: Collection[str], render: Render) ->
     text = _rendered(render, chat)
     with_system = _rendered(render, [{**chat[0], "role": "system"}, *chat])
     last = _rendered(render, chat[:2])
-    opening = _last(pattern.findall(text.partition(_QUESTION)[0]))
+    start = text.partition(_QUESTION)[0].rstrip()
+    opening = (pattern.findall(start) or [None])[-1]
     between = _leading(pattern, text.partition(_REPLY)[2])
     ending = _leading(pattern, last.partition(_REPLY)[2])
-    # GLM's templates write nothing after the last reply, and the next role's token after an earlier one.
-    # The token that opens a conversation may be the one that ends its replies, as OLMo's.
-    closing = between if between != opening or between == ending else None
+    # GLM's templates write the next role's token after an earlier reply, and nothing or the user's after
+    # the last one. OLMo's token that opens a conversation, before the user's mark, ends its replies too.
+    is_closed = between == ending and not start.endswith(opening or "")
+    closing = between if between != opening or is_closed else None
     stop = ending or between
     # A generation prompt or an assistant's message may begin with a mark of its reasoning.
     before = pattern.findall((with_system or text).partition(_REPLY)[0])
@@ -131,7 +133,3 @@ def _leading(pattern: re.Pattern[str], text: str) -> str | None:
     """Returns the token with which a text begins after white space; None if there is none."""
     match = pattern.search(text)
     return match[0] if match and not text[: match.start()].strip() else None
-
-
-def _last(tokens: Sequence[str]) -> str | None:
-    return tokens[-1] if tokens else None

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -75,7 +76,7 @@ class Evaluator:
 
         Args:
             source: The template, or the text of ``config.json``.
-            arguments: Arguments of transformers' ``render_jinja_template``.
+            arguments: Arguments of :func:`render`.
 
         Raises:
             ValueError: If it fails; the message has the reason.
@@ -192,19 +193,27 @@ def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes
     return bytes(content)
 
 
-def render(template: str, **arguments: Any) -> tuple[str, list[tuple[int, int]]]:
+def render(
+    template: str, *, printed_time: float | None = None, **arguments: Any
+) -> tuple[str, list[tuple[int, int]]]:
     """Renders a chat in this process, with a template that is known to terminate.
 
     Args:
+        printed_time: Time that the template prints, in seconds since 1970 (UTC); None for the present one.
         arguments: Arguments of transformers' ``render_jinja_template``; one conversation.
 
     Returns:
         The text, and the character ranges that the template marks as generated.
     """
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils import chat_template_utils as chats
 
+    # A template is compiled once. Its own globals precede those of the environment.
+    names: Any = chats._compile_jinja_template(template).globals  # noqa: SLF001 -- the only way
+    names.pop("strftime_now", None)
+    if printed_time is not None:
+        names["strftime_now"] = datetime.fromtimestamp(printed_time, UTC).strftime
     # transformers' annotation lists only the text.
-    rendered: Any = render_jinja_template(chat_template=template, **arguments)
+    rendered: Any = chats.render_jinja_template(chat_template=template, **arguments)
     (text,), positions_of_texts = rendered
     return text, positions_of_texts[0] if positions_of_texts else []
 

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from services.common.runspec.run import ModelSpec, RunSpec
 
 # Marks of the assistant's text in a template.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Transformers' function for templates, with the format of the time.
-_PRINTED_TIME = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 # An added token that is not flagged special and looks like this may still be a control token.
 _MARK = re.compile(r"[<\[]\S+[>\]]")
 _CHAT_TEMPLATE = (
@@ -75,10 +72,11 @@ class Tokenizer:
             **dict(zip(inner.all_special_tokens, inner.all_special_ids, strict=True)),
         }
         self._added_tokens = {
-            str(token): int(id_) for id_, token in inner.added_tokens_decoder.items()
+            **{str(token): int(id_) for id_, token in inner.added_tokens_decoder.items()},
+            **self._special_tokens,
         }
         self._template_arguments = dict(template_arguments or {})
-        self._time = None if time is None else datetime.fromtimestamp(time, UTC)
+        self._time = time
         self._escapes_special = escapes_special
         first = inner.encode("", add_special_tokens=True)[:1]
         self._backend = _plain_backend(inner)
@@ -97,7 +95,7 @@ class Tokenizer:
         template writes after an assistant's message, which a base model's configuration does not list.
         """
         stop = self._layout.stop
-        return self._stop_ids if stop is None else self._stop_ids | {self._token_id(stop)}
+        return self._stop_ids if stop is None else self._stop_ids | {self._added_tokens[stop]}
 
     @cached_property
     def turn_end_ids(self) -> frozenset[int]:
@@ -112,7 +110,7 @@ class Tokenizer:
         None if the first token of the next message does, as in GLM's templates.
         """
         closing = self._layout.closing
-        return None if closing is None else self._token_id(closing)
+        return None if closing is None else self._added_tokens[closing]
 
     @property
     def pad_id(self) -> int:
@@ -158,7 +156,7 @@ class Tokenizer:
     @cached_property
     def added_ids(self) -> frozenset[int]:
         """Tokens that are found in a text before the rest of it is divided into tokens."""
-        return frozenset((*self._special_tokens.values(), *self._added_tokens.values()))
+        return frozenset(self._added_tokens.values())
 
     @property
     def has_chat_template(self) -> bool:
@@ -334,7 +332,7 @@ class Tokenizer:
             return ChatLayout()
         added_tokens = [
             token
-            for token in (*self._special_tokens, *self._added_tokens)
+            for token in self._added_tokens
             if token in self._special_tokens or _MARK.fullmatch(token)
         ]
         return chat_layout(template, added_tokens, self._render_plainly)
@@ -342,15 +340,18 @@ class Tokenizer:
     def _render_plainly(self, messages: Sequence[Mapping[str, Any]]) -> str:
         arguments = {**self._inner.special_tokens_map, **self._template_arguments}
         try:
-            return _evaluated(self._dated(self.chat_template), arguments, messages)[0]
+            return self._evaluated(self.chat_template, arguments, messages)[0]
         except TypeError as error:  # the template's arguments clash
             raise ValueError(str(error)) from error
 
-    def _dated(self, template: str) -> str:
-        """Returns a template that prints :attr:`_time` where it would print the time of the call."""
-        if (time := self._time) is None:
-            return template
-        return _PRINTED_TIME.sub(lambda match: json.dumps(time.strftime(match[2])), template)
+    def _evaluated(
+        self, template: str, arguments: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        names = {**arguments, "conversations": [messages]}
+        if template == _CHAT_TEMPLATE:
+            return render(template, **names)
+        text, spans = CHATS.evaluate(template, {**names, "printed_time": self._time})
+        return text, spans
 
     @cached_property
     def _control(self) -> ControlTokens:
@@ -365,7 +366,7 @@ class Tokenizer:
 
     @cached_property
     def _added(self) -> re.Pattern[str]:
-        tokens = sorted({*self._special_tokens, *self._added_tokens}, key=len, reverse=True)
+        tokens = sorted(self._added_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
     @cached_property
@@ -373,19 +374,15 @@ class Tokenizer:
         """Backend that marks no start of a text; None if the tokenizer's own marks none."""
         return None if self._backend is None else without_first_space(self._backend)
 
-    def _token_id(self, token: str) -> int:
-        id_ = self._special_tokens.get(token)
-        return self._added_tokens[token] if id_ is None else id_
-
     def _prepared(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a message as the template reads it, with all its texts escaped."""
         # As in transformers: many templates print None for a key with that value.
         fields = {key: value for key, value in message.items() if value is not None}
         content = fields.get("content")
-        if self._layout.needs_parts and isinstance(content, str):
-            fields["content"] = [{"type": "text", "text": content}]
-        elif not self._layout.needs_parts and (texts := _texts_of(content)):
-            fields["content"] = "".join(texts)
+        if texts := [content] if isinstance(content, str) else _texts_of(content):
+            text = "".join(texts)
+            needs_parts = self._layout.needs_parts
+            fields["content"] = [{"type": "text", "text": text}] if needs_parts else text
         return fields
 
     def _escaped(self, value: Any) -> Any:
@@ -419,14 +416,14 @@ class Tokenizer:
             **self._template_arguments,
         }
         try:
-            template = self._dated(self._inner.get_chat_template(None, offered))
+            template = self._inner.get_chat_template(None, offered)
             try:
-                return _evaluated(template, arguments, parsed)
+                return self._evaluated(template, arguments, parsed)
             except ValueError:  # a few templates print the arguments of calls, which must be text
                 unparsed = self._escaped(prepared)
                 if parsed == unparsed:
                     raise
-                return _evaluated(template, arguments, unparsed)
+                return self._evaluated(template, arguments, unparsed)
         except ValueError as error:
             raise ValueError(
                 f"the chat template of tokenizer {self._name!r} rejects the messages: {error}"
@@ -435,16 +432,6 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Writes the files from which Hugging Face's ``AutoTokenizer`` loads it."""
         self._inner.save_pretrained(folder)
-
-
-def _evaluated(
-    template: str, arguments: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
-) -> tuple[str, list[tuple[int, int]]]:
-    names = {**arguments, "conversations": [messages]}
-    text, places = (
-        render(template, **names) if template == _CHAT_TEMPLATE else CHATS.evaluate(template, names)
-    )
-    return text, places
 
 
 def _texts_of(content: Any) -> list[str]:

@@ -107,7 +107,9 @@ def reply(
                 id=call.id or _call_id(f"{name}_{index}"),
                 function=FunctionCall(
                     name=call.name,
-                    arguments=call.arguments if call.problem else json.dumps(call.arguments),
+                    arguments=call.arguments
+                    if call.problem
+                    else json.dumps(call.arguments, ensure_ascii=False),
                 ),
             )
             for index, call in enumerate(calls)

@@ -7,6 +7,7 @@ turn, contains the new messages and opens the next turn. The reply itself is nev
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from services.common.models.tokenizer import Tokenizer
@@ -109,6 +110,11 @@ def _num_ended(tokenizer: Tokenizer, ids: Sequence[int], last_id: int | None) ->
     first = next((n for n, id_ in enumerate(ids) if id_ in tokenizer.added_ids), None)
     if first is None or last_id is None or tokenizer.decode(ids[:first]).strip():
         return 0
+    # A template may write two, as Cohere's ends of the response and of the turn.
+    following = takewhile(lambda id_: id_ in tokenizer.turn_end_ids, ids[first + 1 :])
+    ends = [ids[first], *following]
+    if last_id in ends:
+        return first + ends.index(last_id) + 1
     # Without a closing token, the first one opens the next message.
     closes = tokenizer.closing_id is not None and last_id in tokenizer.turn_end_ids
-    return first + 1 if ids[first] == last_id or closes else 0
+    return first + 1 if closes else 0

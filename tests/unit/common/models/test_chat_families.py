@@ -190,6 +190,17 @@ def test_a_template_that_reads_only_lists_of_parts_gets_them() -> None:
     assert text == "<|im_start|>user\nquestion<|im_end|>\n"
 
 
+def test_a_template_that_reads_the_first_part_only_gets_all_texts_in_it() -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content[0]['text'] }}<|im_end|>\n{% endfor %}"
+    )
+    tokenizer = family_tokenizer("smollm2", template=template)
+    parts = [{"type": "text", "text": "what "}, {"type": "text", "text": "now"}]
+    text = tokenizer.render_chat([{"role": "user", "content": parts}])
+    assert text == "<|im_start|>user\nwhat now<|im_end|>\n"
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_later_text_of_a_conversation_has_no_mark_of_a_start(scheme: str) -> None:
     family = FAMILIES["mistral"]
@@ -219,3 +230,25 @@ def test_a_template_that_prints_the_date_prints_the_run_s(name: str) -> None:
     tokenizer = family_tokenizer(name, time=86_400.0 * 365)
     text = tokenizer.render_chat([{"role": "user", "content": "x"}])
     assert {"llama3": "01 Jan 1971", "gpt_oss": "1971-01-01"}[name] in text
+
+
+PRINTED = (
+    "{% set form = '%d %Y' %}{{ strftime_now(form) }}",
+    "{{ strftime_now(format='%d %Y') }}",
+    "{{ strftime_now('%d' ~ ' %Y') }}",
+    "{{ strftime_now ( '%d %Y' ) }}",
+    "{% set now = strftime_now %}{{ now('%d %Y') }}",
+    "{% macro day(form='%d %Y') %}{{ strftime_now(form) }}{% endmacro %}{{ day() }}",
+)
+
+
+def test_the_date_is_the_run_s_however_a_template_asks_for_it() -> None:
+    wrong = []
+    for printed in PRINTED:
+        tokenizer = family_tokenizer("smollm2", template=printed, time=86_400.0 * 365)
+        if (text := tokenizer.render_chat([{"role": "user", "content": "x"}])) != "01 1971":
+            wrong.append((printed, text))
+    assert not wrong
+    # Another run's tokenizer in this process has its own date.
+    today = family_tokenizer("smollm2", template=PRINTED[0])
+    assert "1971" not in today.render_chat([{"role": "user", "content": "x"}])

@@ -322,6 +322,16 @@ async def test_calls_of_tools_come_whole_at_the_end_of_a_stream():
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+async def test_arguments_of_calls_keep_letters_outside_ascii():
+    line = '<tool_call>{"name": "find", "arguments": {"city": "Zürich 東京"}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "find"}}]
+    async with client_of(make_episode(Scripted([line]))) as client:
+        body = {"model": "policy", "messages": [user("x")], "tools": tools}
+        answer = (await client.post("/chat/completions", json=body)).json()
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"city": "Zürich 東京"}'
+
+
 async def test_requests_of_an_ended_episode_are_given_up():
     class Stuck:
         async def generate(self, request):

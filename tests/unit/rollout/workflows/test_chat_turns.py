@@ -221,6 +221,41 @@ def test_a_reply_that_ended_by_itself_gets_no_second_end_token(name: str) -> Non
         assert following_ids(tokenizer, [chat], mark="MARK", last_id=last_id) == unended[1:]
 
 
+@pytest.mark.parametrize("last", ["<|observation|>", "<|user|>", "<|endoftext|>", None])
+def test_the_next_message_keeps_its_role_if_a_template_writes_it_after_each_reply(
+    last: str | None,
+) -> None:
+    """GLM's templates for training write the user's token with the reply, also after the last one."""
+    template = (
+        "[gMASK]<sop>{% for m in messages %}{% if m.role == 'user' %}{% if loop.first %}<|user|>{% endif %}"
+        "{{ '\\n' + m.content }}{% else %}<|assistant|>{{ '\\n' + m.content }}<|user|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = family_tokenizer("glm4", template=template)
+    last_id = None if last is None else tokenizer.vocabulary[last]
+    chat = [*ASK, {"role": "assistant", "content": "MARK"}, {"role": "user", "content": "and now"}]
+    after = (last or "") + tokenizer.decode(
+        following_ids(tokenizer, [chat], mark="MARK", last_id=last_id), keeps_special=True
+    )
+    assert after.count("<|user|>") == 1
+    assert "<|user|>\nand now" in after
+
+
+@pytest.mark.parametrize("last", ["<end_of_turn>", "<eos>"])
+def test_a_reply_that_ended_with_the_second_of_two_end_tokens_gets_neither_again(last: str) -> None:
+    """Cohere's template ends a reply with the end of the response and the end of the turn."""
+    template = (
+        "{% for m in messages %}<start_of_turn>{{ m.role + '\\n' + m.content }}"
+        "{% if m.role == 'assistant' %}<end_of_turn>{% endif %}<eos>{% endfor %}"
+    )
+    tokenizer = family_tokenizer("gemma3", template=template)
+    chat = [*ASK, {"role": "assistant", "content": "MARK"}, {"role": "user", "content": "and now"}]
+    ids = following_ids(tokenizer, [chat], mark="MARK", last_id=tokenizer.vocabulary[last])
+    after = last + tokenizer.decode(ids, keeps_special=True)
+    rest = "<start_of_turn>user\nand now<eos>"
+    assert after == ("<end_of_turn><eos>" if last == "<end_of_turn>" else "<eos>") + rest
+
+
 def test_white_space_before_the_template_s_end_token_is_left_out_with_it() -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ '<s>[INST] ' + m.content + ' [/INST]' }}"
