@@ -272,11 +272,11 @@ def _stop_text_problems(spec: RunSpec) -> Iterator[str]:
 
     tokenizer, texts = load_chat_tokenizer(spec), spec.rollout.sampling.stop
     try:
-        split_stop_texts(texts, tokenizer)
+        plain_texts, _ = split_stop_texts(texts, tokenizer)
     except ValueError as error:
         yield f"rollout.sampling.stop: {error}"
         return
-    if unspelled := unspelled_stop_texts(texts, tokenizer):
+    if unspelled := unspelled_stop_texts(plain_texts, tokenizer):
         yield (
             f"rollout.sampling.stop has {unspelled[0]!r}, but no tokens of model.tokenizer spell it, so it "
             "would never end a response; remove it, or use text that the model can write"

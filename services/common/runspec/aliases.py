@@ -40,9 +40,9 @@ def _bytes(key: str, megabytes: Any) -> Mapping[str, Any]:
     return {key: megabytes}
 
 
-def _never_if_negative(key: str, value: Any) -> Mapping[str, Any]:
-    """Returns 0 for a negative frequency, by which verl means never."""
-    is_never = isinstance(value, int) and value < 0
+def _never_unless_positive(key: str, value: Any) -> Mapping[str, Any]:
+    """Returns 0 for a frequency that is not positive, by which verl means never."""
+    is_never = type(value) is int and value <= 0
     if is_never and key == _SAVE_EVERY:
         return {key: 0, _SAVE_EVERY_S: 0}
     return {key: 0 if is_never else value}
@@ -75,10 +75,10 @@ _ALIASES: Final[Mapping[str, _Alias]] = {
     },
     "weight_sync.transport": _Alias("weight_sync.backend"),
     # Names of verl.
-    "trainer.test_freq": _Alias("validation.every", _never_if_negative),
+    "trainer.test_freq": _Alias("validation.every", _never_unless_positive),
     "trainer.val_before_train": _Alias("validation.before_train"),
     "trainer.val_only": _Alias("validation.only"),
-    "trainer.save_freq": _Alias(_SAVE_EVERY, _never_if_negative),
+    "trainer.save_freq": _Alias(_SAVE_EVERY, _never_unless_positive),
     "trainer.max_actor_ckpt_to_keep": _Alias("trainer.checkpoint.keep"),
     "trainer.default_local_dir": _Alias("trainer.checkpoint.directory"),
     "trainer.resume_from_path": _Alias("trainer.checkpoint.start_from"),

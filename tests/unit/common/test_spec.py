@@ -434,6 +434,14 @@ def test_generate_ahead_steps_is_an_alias_of_max_staleness():
             {"trainer": {"save_freq": -1}},
             {"trainer.checkpoint.every": 0, "trainer.checkpoint.every_s": 0.0},
         ),
+        (
+            {"trainer": {"save_freq": 0, "test_freq": 0}},
+            {
+                "trainer.checkpoint.every": 0,
+                "trainer.checkpoint.every_s": 0.0,
+                "validation.every": 0,
+            },
+        ),
         ({"trainer": {"max_actor_ckpt_to_keep": 5}}, {"trainer.checkpoint.keep": 5}),
         ({"trainer": {"default_local_dir": "/c"}}, {"trainer.checkpoint.directory": "/c"}),
         (

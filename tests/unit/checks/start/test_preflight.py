@@ -174,6 +174,12 @@ def test_stop_texts_and_tool_results_are_tried_with_the_tokenizer(tmp_path):
     assert "rollout.workflow_arguments" in results
 
 
+def test_a_special_token_stops_as_a_token_though_no_characters_spell_it(tmp_path):
+    rollout = {"rewards": [{"name": "exact_match"}], "sampling": {"stop": ["<eos>", "12"]}}
+    model = {"path": "tiny:qwen2-0.4m", "tokenizer": "chars:ab012"}
+    check(spec_with(tmp_path, model=model, rollout=rollout))
+
+
 def test_a_folder_without_a_tokenizer_has_none(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 300}')
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
