@@ -1,7 +1,7 @@
-"""Data dictionary: the fields and tags of a sample, their types and meaning, and identifiers.
+"""Data dictionary: the fields of a sample, their types and meaning, and identifiers.
 
 The tensors of a sample are fields, stored in the transferqueue. Its small facts are tags, which are
-part of ``KVBatchMeta`` and all that the controller sees.
+part of ``KVBatchMeta`` and all that the controller sees; ``docs/data-plane.md`` lists them.
 """
 
 import os
@@ -137,27 +137,6 @@ ROLLOUT_FIELDS: Final = tuple(
     )
 )
 """Fields that every sample has."""
-
-TAGS: Final = {
-    "group_id": "text: id of the group",
-    "member": "int: index in the group",
-    "attempt": "int: attempt of the group, counted from 1",
-    "v_min": "int: oldest weight version in the response",
-    "v_max": "int: newest weight version in the response",
-    "v_first": "int: weight version of the first token",
-    "num_segments": "int: number of segments in which the response was generated",
-    "prompt_tokens": "int: length of the prompt",
-    "response_tokens": "int: length of the response",
-    "reward": "float: task reward",
-    "terms": (
-        "text: named terms of the reward and terms of weight 0, before weighting, as a JSON object of numbers"
-    ),
-    "finish_reason": "text: stop, length or failed",
-    "data_source": "text: origin of the prompt, for scores per source",
-    "greedy": "int: 1 if the response was decoded greedily",
-    "seed": "int: seed that the response was sampled with",
-    "answer": "text: digest of the response's final answer; held-out samples only",
-}
 
 
 def partition_id(run_id: str, purpose: Literal["train", "validation", "partial", "records"]) -> str:

@@ -1,6 +1,7 @@
 """Finished and unfinished groups in a real transferqueue."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.fields import ROLLOUT_FIELDS, TAGS
+from services.common.fields import ROLLOUT_FIELDS
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import ModelSpec
@@ -31,6 +32,7 @@ from services.wire.data.client import DataClient
 from services.wire.transferqueue.client import TransferQueueClient
 from services.wire.transferqueue.types import SampleRecordQuery
 from services.wire.workers import GroupAssignment
+from tests.helpers.cli import REPOSITORY
 from tests.helpers.controllers import SPEC
 
 TRAIN, PARTIAL = "run/train", "run/partial"
@@ -99,7 +101,9 @@ async def test_a_published_group_is_complete_and_comes_once(
         await publisher.publish(assignment("g"), PROMPT, samples)
     meta = await metadata.get_batch(TRAIN)
     assert meta.keys == ("g.0", "g.1")
-    assert set(meta.tags) == set(TAGS) - {"answer"}
+    text = (REPOSITORY / "docs/data-plane.md").read_text()
+    documented_tags = re.findall(r"^\| `(\w+)` \| (?:text|int|float): ", text, re.MULTILINE)
+    assert {*meta.tags} == {*documented_tags} - {"answer"}
     assert meta.tag("terms") == ('{"right": 0.0}', '{"right": 1.0}')
     assert meta.tag("num_segments") == (2, 4)
     assert (meta.tag("v_min"), meta.tag("v_max"), meta.tag("v_first")) == ((3, 3), (4, 4), (3, 3))

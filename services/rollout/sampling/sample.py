@@ -251,7 +251,7 @@ def _experts(sample: Sample, routing: RoutingShape) -> Tensor:
 def sample_tags(
     samples: Sequence[Sample], prompt: Prompt, *, group_id: str, attempt: int
 ) -> dict[str, list[Any]]:
-    """Returns the tags of the samples by name, as the data dictionary defines them."""
+    """Returns the tags of the samples by name, as docs/data-plane.md lists them."""
     versions = [sample.sampled_versions or [TOOL_VERSION] for sample in samples]
     tags: dict[str, list[Any]] = {
         "group_id": [group_id] * len(samples),
