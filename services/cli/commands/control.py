@@ -3,7 +3,6 @@
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.table import Table
 
 from services.cli.api import Api, ApiError, fields_of
@@ -19,7 +18,7 @@ from services.cli.controller_address import Url
 from services.cli.display import heldout_line
 from services.cli.follow import follow
 from services.cli.output import console, write
-from services.common.runspec.loader import load_yaml
+from services.common.runspec.loader import SpecError, apply_override
 from services.controller.api.operations import (
     CancelRun,
     DeleteCheckpoint,
@@ -134,7 +133,7 @@ def set_keys(
     url: Url = None,
 ) -> None:
     """Change keys of a run while it trains: limits, intervals, rollouts, priority, labels."""
-    changes = _nested(assignments)
+    changes = _changes(assignments)
     attributes: dict[str, Any] = {
         name: changes.pop(name) for name in ("priority", "labels") if name in changes
     }
@@ -168,7 +167,7 @@ def fork(
     url: Url = None,
 ) -> None:
     """Start a new run from a checkpoint of another one, and print its id."""
-    changes = _nested(overrides or [])
+    changes = _changes(overrides or [])
     created = call_operation(
         url, ForkRun, run_id=run_id, checkpoint_id=checkpoint_id, name=name, overrides=changes
     )
@@ -206,24 +205,15 @@ def _print_state(run: RunView) -> None:
     console.print(f"{run.id} is {run.state}", highlight=False)
 
 
-def _nested(assignments: list[str]) -> dict[str, object]:
-    result: dict[str, object] = {}
-    for assignment in assignments:
-        key, separator, text = assignment.partition("=")
-        if not separator:
-            raise typer.BadParameter(f"{assignment}: expected KEY=VALUE, such as trainer.steps=200")
-        *parents, leaf = key.split(".")
-        target = result
-        for segment in parents:
-            inner = target.setdefault(segment, {})
-            if not isinstance(inner, dict):
-                raise typer.BadParameter(f"{assignment}: {segment!r} already has a value")
-            target = inner
-        try:
-            target[leaf] = load_yaml(text)
-        except yaml.YAMLError as error:
-            raise typer.BadParameter(f"{assignment}: the value is no YAML: {error}") from error
-    return result
+def _changes(assignments: list[str]) -> dict[str, Any]:
+    """Returns the changes of a specification that assignments such as ``trainer.steps=200`` make."""
+    changes: dict[str, Any] = {}
+    try:
+        for assignment in assignments:
+            apply_override(changes, assignment)
+    except SpecError as error:
+        raise typer.BadParameter(str(error)) from error
+    return changes
 
 
 _QUOTAS = (

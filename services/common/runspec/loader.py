@@ -111,9 +111,9 @@ def draft_of(document: dict[str, Any], overrides: Sequence[str], *, folder: Path
     override_keys: list[str] = []
     for assignment in overrides:
         try:
-            override_keys.append(_apply_override(document, assignment))
+            override_keys.append(apply_override(document, assignment))
         except SpecError as error:
-            refused += error.problems
+            refused += [f"--set {problem}" for problem in error.problems]
     if refused:
         raise SpecError(refused)
     renamed = without_aliases(document)
@@ -405,18 +405,25 @@ def _absolute_callable(reference: str, folder: Path) -> str:
     return reference
 
 
-def _apply_override(document: dict[str, Any], assignment: str) -> str:
-    """Sets a key and removes its aliases from the document; returns the canonical name of the key."""
+def apply_override(document: dict[str, Any], assignment: str) -> str:
+    """Sets the key of ``KEY=VALUE`` and removes its aliases from a document, which may lack other keys.
+
+    Returns:
+        The canonical name of the key.
+
+    Raises:
+        SpecError: If the assignment is malformed or does not fit the document.
+    """
     key, separator, text = assignment.partition("=")
-    if not separator or not all(key.split(".")):
-        raise SpecError(
-            [f"--set {assignment}: expected KEY=VALUE, for example algorithm.max_staleness=2"]
-        )
+    *parents, leaf = key.split(".")
+    if not separator or not all((*parents, leaf)):
+        raise SpecError([f"{assignment}: expected KEY=VALUE, such as algorithm.max_staleness=2"])
+    if len(parents) > MAX_DEPTH:
+        raise SpecError([f"{assignment}: the key is nested more than {MAX_DEPTH} levels deep"])
     try:
         value = load_yaml(text)
     except yaml.YAMLError as error:
-        raise SpecError([f"--set {assignment}: the value is not valid YAML: {error}"]) from error
-    *parents, leaf = key.split(".")
+        raise SpecError([f"{assignment}: the value is not valid YAML: {error}"]) from error
     prepare_override(document, key)
     target: Any = document
     for parent in parents:
@@ -426,7 +433,7 @@ def _apply_override(document: dict[str, Any], assignment: str) -> str:
             target = target.setdefault(parent, {})
             if target is None or isinstance(target, _SCALARS):
                 raise SpecError(
-                    [f"--set {key}: expected {parent!r} to be a mapping of keys, got a value"]
+                    [f"{key}: expected {parent!r} to be a mapping of keys, got a value"]
                 )
     if isinstance(target, list):
         target[_index(key, leaf, target)] = value
@@ -438,5 +445,5 @@ def _apply_override(document: dict[str, Any], assignment: str) -> str:
 def _index(key: str, step: str, items: list[Any]) -> int:
     is_index = step.isdecimal() and len(step) <= len(str(MAX_ITEMS))
     if not is_index or int(step) >= len(items):
-        raise SpecError([f"--set {key}: {step!r} is not an index of a list of {len(items)} items"])
+        raise SpecError([f"{key}: {step!r} is not an index of a list of {len(items)} items"])
     return int(step)

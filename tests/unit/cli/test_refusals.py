@@ -44,6 +44,9 @@ async def test_a_rejection_lists_each_problem(pointer, message, line):
         (["fork", f"run_{'0' * 32}", "--set", "trainer.steps"], "trainer.steps"),
         (["set", f"run_{'0' * 32}", "validation.every"], "validation.every"),
         (["set", f"run_{'0' * 32}", "trainer.steps=[1"], "trainer.steps=[1"),
+        (["set", f"run_{'0' * 32}", "trainer..steps=1"], "KEY=VALUE"),
+        (["fork", f"run_{'0' * 32}", "--set", "=1"], "KEY=VALUE"),
+        (["set", f"run_{'0' * 32}", "trainer=1", "trainer.steps=1"], "trainer.steps"),
         (["cancel", f"run_{'0' * 32}", "--grace-seconds", "-1"], "--grace-seconds"),
         (["list", "--label", "blue"], "--label blue"),
         (["submit", "no.yaml", "--label", "blue"], "--label blue"),
@@ -71,7 +74,7 @@ def test_invalid_arguments_are_rejected_before_a_request(arguments, value):
     ],
 )
 def test_a_value_on_the_command_line_is_what_it_is_in_a_file(text: str, value: object) -> None:
-    changes = control._nested([f"rollout.rewards={text}"])
+    changes = control._changes([f"rollout.rewards={text}"])
     assert changes == {"rollout": {"rewards": value}}
 
 

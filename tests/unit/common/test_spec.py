@@ -611,6 +611,7 @@ def test_overrides_are_applied_in_order_and_typed(tmp_path):
         (f"rollout.rewards.{'9' * 5000}.weight=1", r"rollout\.rewards\.9"),
         (".=1", "KEY=VALUE"),
         ("trainer..steps=1", "KEY=VALUE"),
+        (f"trainer{'.steps' * 5000}=1", "levels deep"),
         (f"trainer.steps={'[' * 5000}", "levels deep"),
     ],
 )
