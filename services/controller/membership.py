@@ -95,6 +95,7 @@ class Membership:
         self._clock = clock
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._runs: dict[str, dict[str, Worker]] = {}
+        self._ending: set[str] = set()
         self._opened: dict[str, float] = {}
         """Time of :meth:`open_run` per run, in monotonic seconds."""
         self._last_checks: dict[str, float] = {}
@@ -110,8 +111,16 @@ class Membership:
         self._opened[run_id] = self._clock.monotonic()
         self.rendezvous.open(run_id)
 
+    def end_run(self, run_id: str) -> None:
+        """Accepts no more workers of a run; registered ones are ordered to stop at their next heartbeat.
+
+        What they report as they end is accepted until :meth:`close_run`.
+        """
+        self._ending.add(run_id)
+
     async def close_run(self, run_id: str) -> None:
-        """Accepts no more workers of a run; registered ones are ordered to stop at their next heartbeat."""
+        """Forgets the workers of a run; the answer to a late heartbeat is the order to stop."""
+        self._ending.discard(run_id)
         self._runs.pop(run_id, None)
         self._opened.pop(run_id, None)
         self._last_checks.pop(run_id, None)
@@ -146,7 +155,7 @@ class Membership:
                 f"the id, incarnation, address and host of a worker must have at most {MAX_TEXT} characters",
                 run_id=worker.run_id,
             )
-        if worker.run_id not in self._runs:
+        if worker.run_id not in self._runs or worker.run_id in self._ending:
             raise FailedPreconditionError(
                 f"run {worker.run_id} is not active, so no worker can register",
                 run_id=worker.run_id,
@@ -185,7 +194,9 @@ class Membership:
         gauges: Mapping[str, float],
     ) -> HeartbeatOutcome:
         workers = self._runs.get(run_id)
-        if workers is None or incarnation in self._forgotten.get(run_id, ()):
+        if workers is None or run_id in self._ending:
+            return "stop"
+        if incarnation in self._forgotten.get(run_id, ()):
             return "stop"
         worker = workers.get(worker_id)
         if worker is None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -16,6 +16,7 @@ from services.trainer import metrics
 from services.trainer.ranks.leader import Leader
 from services.trainer.steps.step import StepResult
 from services.wire.batch import KVBatchMeta
+from services.wire.controller import WorkerSession
 from services.wire.step_command import StepCommand
 from slipstream.trainer.v1 import trainer_pb2 as pb
 from slipstream.trainer.v1 import trainer_pb2_grpc
@@ -28,24 +29,21 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Implements the gRPC ``TrainerService`` on a :class:`Leader`.
 
     Args:
-        on_step: Called with number and result of every answered step.
-        on_saving: Called about once a second while a checkpoint is written, with a description and gauges.
-        on_uploaded: Called once the object store has all checkpoints; the answer waits for it.
+        observe: Exports the metrics of every answered step: called with the run, its number and its result.
+        session: Returns the session of this worker, which reports steps, progress of saving, and uploads.
     """
 
     def __init__(
         self,
         leader: Leader,
         run_id: str,
-        on_step: Callable[[int, StepResult], None],
-        on_saving: Callable[[str, Mapping[str, float]], None],
-        on_uploaded: Callable[[], Awaitable[None]],
+        observe: Callable[[str, int, StepResult], None],
+        session: Callable[[], WorkerSession],
     ) -> None:
         self._leader = leader
         self._run_id = run_id
-        self._on_step = on_step
-        self._on_saving = on_saving
-        self._on_uploaded = on_uploaded
+        self._observe = observe
+        self._session = session
         metrics.begin_run(run_id)
 
     async def TrainStep(
@@ -59,7 +57,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 step=request.step,
             )
         result = await self._train(command)
-        self._on_step(request.step, result)
+        self._observe(self._run_id, request.step, result)
+        self._session().report(weight_version=request.step)
         return pb.TrainStepResponse(
             step=request.step,
             metrics=result.metrics,
@@ -117,7 +116,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> pb.AwaitUploadsResponse:
         """Waits until the object store has all saved checkpoints, and the run's record says so."""
         await self._leader.await_uploads(request.timeout_s)
-        await self._on_uploaded()
+        await send_uploads(self._leader, self._session())
         return pb.AwaitUploadsResponse()
 
     async def Sleep(self, request: pb.SleepRequest, context: _Context) -> pb.SleepResponse:
@@ -139,8 +138,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 size = f": {size_text(num_written)} of {size_text(total)}" if total else ""
                 size += ", hashing" if total and num_written == total else ""
                 gauges = {"checkpoint_written_bytes": num_written, "checkpoint_bytes": total}
-                self._on_saving(f"saving step {step}{size}", gauges)
+                self._session().report(activity=f"saving step {step}{size}", gauges=gauges)
                 await asyncio.sleep(_REPORT_INTERVAL_S)
         finally:
             metrics.observe_saving(self._run_id, 0, 0)
-            self._on_saving("", {"checkpoint_written_bytes": 0, "checkpoint_bytes": 0})
+            gauges = {"checkpoint_written_bytes": 0, "checkpoint_bytes": 0}
+            self._session().report(activity="", gauges=gauges)
+
+
+async def send_uploads(leader: Leader, session: WorkerSession) -> None:
+    """Waits until the run's record has what happened to the uploads so far.
+
+    Raises:
+        UnavailableError: If the controller does not answer in time.
+    """
+    if leader.store is not None:
+        leader.store.report(session)
+    await session.send_events()

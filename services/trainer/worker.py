@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
 import grpc
 
+from services.common.errors import UnavailableError
 from services.common.lifetime import report_ready
 from services.common.rpc.server import serve
 from services.common.task_group import TaskGroup
@@ -18,10 +19,9 @@ from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.start import FollowerStart, load, until_stopped
-from services.trainer.server import TrainerServicer
+from services.trainer.server import TrainerServicer, send_uploads
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.fields import lacking
-from services.trainer.steps.step import StepResult
 from services.weightsync.member import WeightMember
 from services.weightsync.server import serve_member
 from services.wire.batch import KVBatchMeta
@@ -45,20 +45,11 @@ async def serve_trainer(settings: TrainerSettings) -> None:
             folder=settings.state_directory,
         )
 
-        def on_step(step: int, result: StepResult) -> None:
-            metrics.observe_step(settings.run_id, step, result)
-            session.report(weight_version=step)
-
-        def on_saving(activity: str, gauges: Mapping[str, float]) -> None:
-            session.report(activity=activity, gauges=gauges)
-
-        async def on_uploaded() -> None:
-            await _send_uploads(leader, session)
-
         def register(server: grpc.aio.Server) -> None:
-            trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
-                TrainerServicer(leader, settings.run_id, on_step, on_saving, on_uploaded), server
+            servicer = TrainerServicer(
+                leader, settings.run_id, metrics.observe_step, lambda: session
             )
+            trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)
             serve_member(member, server)
 
         port = await serving.enter_async_context(serve(settings.bind, register))
@@ -75,7 +66,7 @@ async def serve_trainer(settings: TrainerSettings) -> None:
         if session.spec.topology.is_colocated:  # rollouts load next, into the same GPU memory
             await leader.sleep()
         report_ready(settings.ready_file, {"role": "trainer", "gpus": ",".join(gpu_names())})
-        stack.push_async_callback(asyncio.to_thread, leader.stop)
+        stack.push_async_callback(_stop, leader, session)
         await _train_until_stopped(leader, session, command_group, step=trainer.step)
 
 
@@ -144,17 +135,11 @@ async def serve_critic(settings: TrainerSettings) -> None:
     async with AsyncExitStack() as stack:
         stack.enter_context(command_group.listening())
 
-        def on_saving(activity: str, gauges: Mapping[str, float]) -> None:
-            session.report(activity=activity, gauges=gauges)
-
-        async def on_uploaded() -> None:
-            await _send_uploads(leader, session)
-
         def register(server: grpc.aio.Server) -> None:
-            on_step = _reporter(settings.run_id, lambda step: session.report(weight_version=step))
-            trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
-                TrainerServicer(leader, settings.run_id, on_step, on_saving, on_uploaded), server
+            servicer = TrainerServicer(
+                leader, settings.run_id, metrics.observe_critic_step, lambda: session
             )
+            trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)
             scoring_pb2_grpc.add_ScoringServiceServicer_to_server(ValuesServicer(leader), server)
 
         port = await stack.enter_async_context(serve(settings.bind, register))
@@ -162,7 +147,7 @@ async def serve_critic(settings: TrainerSettings) -> None:
         critic = await load(stack, session, command_group, settings, build_critic)
         leader.attach(critic.rank, command_group, values=critic.values, step=critic.step)
         report_ready(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
-        stack.push_async_callback(asyncio.to_thread, leader.stop)
+        stack.push_async_callback(_stop, leader, session)
         await _train_until_stopped(leader, session, command_group, step=critic.step)
 
 
@@ -173,26 +158,16 @@ async def follow_critic(start: FollowerStart) -> None:
     await asyncio.to_thread(follower.follow)
 
 
-def _reporter(run_id: str, report: Callable[[int], None]) -> Callable[[int, StepResult], None]:
-    def on_step(step: int, result: StepResult) -> None:
-        duration_s = result.metrics.get("seconds_critic", 0.0)
-        metrics.STEP_SECONDS.labels(run_id, "critic").observe(duration_s)
-        nonfinite = result.metrics.get("nonfinite_critic", 0.0)
-        metrics.NONFINITE.labels(run_id, "critic").inc(nonfinite)
-        metrics.observe_loss_scale(run_id, result.metrics)
-        report(step)
-
-    return on_step
-
-
 _EVERY_S: Final = 1.0
 
 
-async def _send_uploads(leader: Leader, session: WorkerSession) -> None:
-    """Waits until the run's record has what happened to the uploads so far."""
-    if leader.store is not None:
-        leader.store.report(session)
-    await session.send_events()
+async def _stop(leader: Leader, session: WorkerSession) -> None:
+    """Ends all ranks; the run's record then has the uploads that ended, unless no controller answers."""
+    with suppress(UnavailableError):  # first, because this process may be killed while a step ends
+        await send_uploads(leader, session)
+    await asyncio.to_thread(leader.stop)
+    with suppress(UnavailableError):
+        await send_uploads(leader, session)
 
 
 async def _report_uploads(leader: Leader, session: WorkerSession) -> None:

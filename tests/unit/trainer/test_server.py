@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -33,29 +34,41 @@ class Leader:
         )
 
 
-async def on_uploaded() -> None:
-    """Reports nothing."""
+@dataclass
+class Session:
+    """Fake session of the trainer, which keeps what it reports."""
+
+    reported: list[tuple[str, Mapping[str, float]]] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+
+    def report(self, *, activity: str, gauges: Mapping[str, float]) -> None:
+        self.reported.append((activity, gauges))
+
+    async def send_events(self) -> None:
+        self.calls.append("told")
+
+
+def _servicer(leader: object, session: Session) -> server.TrainerServicer:
+    return server.TrainerServicer(
+        leader,  # type: ignore[arg-type]
+        "r",
+        lambda run, step, result: None,
+        lambda: session,  # type: ignore[arg-type, return-value]
+    )
 
 
 async def test_uploads_are_told_before_the_answer_that_ends_the_wait_for_them() -> None:
-    calls: list[str] = []
+    session = Session()
 
     class Uploads:
+        store = None
+
         async def await_uploads(self, timeout_s: float) -> None:
-            calls.append(f"awaited for {timeout_s:.0f} s")
+            session.calls.append(f"awaited for {timeout_s:.0f} s")
 
-    async def tell() -> None:
-        calls.append("told")
-
-    servicer = server.TrainerServicer(
-        Uploads(),  # type: ignore[arg-type]
-        "r",
-        lambda step, result: None,
-        lambda activity, gauges: None,
-        tell,
-    )
+    servicer = _servicer(Uploads(), session)
     await servicer.AwaitUploads(pb.AwaitUploadsRequest(timeout_s=9), None)  # type: ignore[arg-type]
-    assert calls == ["awaited for 9 s", "told"]
+    assert session.calls == ["awaited for 9 s", "told"]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -63,15 +76,9 @@ async def test_a_save_reports_its_progress_until_it_ends(
     monkeypatch: pytest.MonkeyPatch, *, fails: bool
 ) -> None:
     monkeypatch.setattr(server, "_REPORT_INTERVAL_S", 0.0)
-    reported: list[tuple[str, Mapping[str, float]]] = []
-    leader = Leader(fails=fails)
-    servicer = server.TrainerServicer(
-        leader,  # type: ignore[arg-type]
-        "r",
-        lambda step, result: None,
-        lambda activity, gauges: reported.append((activity, gauges)),
-        on_uploaded,
-    )
+    leader, session = Leader(fails=fails), Session()
+    reported = session.reported
+    servicer = _servicer(leader, session)
     request = pb.SaveCheckpointRequest(step=5)
     saving = asyncio.ensure_future(servicer.SaveCheckpoint(request, None))  # type: ignore[arg-type]
     await until(lambda: bool(reported))

@@ -594,8 +594,11 @@ class RunDriver:
         return f"{message} (log: {log_command(self._run_id, worker[0])})" if worker else message
 
     async def _clean_up(self, *, record_samples: bool) -> None:
-        await self._services.membership.close_run(self._run_id)
-        await self._services.launcher.stop(self._run_id)
+        self._services.membership.end_run(self._run_id)
+        try:
+            await self._services.launcher.stop(self._run_id)
+        finally:
+            await self._services.membership.close_run(self._run_id)
         if not record_samples:
             await delete_sample_records(self._services.queue, self._run_id)
             if reports := sample_reports(self.spec.samples.directory):

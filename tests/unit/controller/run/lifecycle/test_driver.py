@@ -1,20 +1,25 @@
 """Tests of which exits of workers end a run, and after which the run continues."""
 
 import asyncio
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from services.common.errors import UnavailableError
+from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.lifetime import OUTAGE_EXIT
+from services.controller.api.membership import MembershipServicer
 from services.controller.launch.launcher import ExternalLauncher, WorkerExit
 from services.controller.rules.run_state import RunEvent
 from services.controller.run.state.worker_failures import UnresponsiveError
 from services.controller.schemas import PauseOptions
+from services.controller.settings import ControllerSettings
 from services.controller.store.records import EventFilter, Submission
 from services.controller.store.rows import Request, read_requests, write_request
 from services.controller.store.runs import RunStore
+from slipstream.controller.v1 import membership_pb2
+from slipstream.type.v1 import worker_pb2
 from tests.helpers.rest import open_manager
 from tests.unit.controller.workers import MemoryQueue, Workers, rollout_of, specification
 
@@ -319,6 +324,45 @@ async def test_epochs_that_end_within_the_warmup_of_the_critic_fail_the_run(data
     assert (run.state, run.step) == ("FAILED", 0)
     assert "critic.warmup_steps (32)" in run.message
     assert "data.epochs (32)" in run.message
+
+
+async def test_what_workers_report_as_they_end_is_recorded_before_the_run_has_ended(
+    database, workers, tmp_path
+):
+    workers.may_train.clear()
+    only = EventFilter(types=("CheckpointUploaded", "StateChanged"))
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(60):
+        drivers = manager.drivers
+        membership = drivers.services.membership
+        settings = ControllerSettings(transferqueue_address="tq:1", state_directory=tmp_path)
+        servicer = MembershipServicer(manager, membership, settings, time)
+        orders = []
+
+        class Launcher(ExternalLauncher):
+            async def stop(self, run_id):
+                worker = manager.workers(run_id)[0]
+                with pytest.raises(FailedPreconditionError):
+                    await membership.register(rollout_of(run_id, 1))
+                heartbeat = membership_pb2.HeartbeatRequest(
+                    run_id=run_id,
+                    worker_id=worker.worker_id,
+                    incarnation=worker.incarnation,
+                    state=worker_pb2.WORKER_STATE_READY,
+                )
+                heartbeat.events.add(number=1, type="CheckpointUploaded", step=2, key="upload_a")
+                orders.append((await servicer.Heartbeat(heartbeat, None)).order)
+
+        drivers.services = replace(drivers.services, launcher=Launcher())
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        await manager.cancel(run_id)
+        await drivers.wait()
+        assert not manager.workers(run_id)
+        events = await manager.feed.page(run_id, after_seq=0, only=only)
+    assert orders == [membership_pb2.HeartbeatResponse.ORDER_STOP]
+    kinds = [event.type for event in events]
+    assert "CheckpointUploaded" in kinds
+    assert kinds[-1] == "StateChanged"
 
 
 async def test_what_workers_report_with_a_key_is_recorded_once_whoever_reports_it(
