@@ -118,6 +118,17 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _PAUSE_TIMEOUT_S = 300.0
+_NOT_BEGUN = ("QUEUED", "STARTING")
+# What is told about a run, by its state when the services end.
+_OUTCOMES = {
+    "PAUSED": "is paused; the same command resumes it",
+    "CANCELLED": "is cancelled",
+    "CANCELLING": "is cancelled",
+    "STARTING": "had not begun to train; the same command starts it again",
+}
+_STOPPED = (
+    "is stopped, not paused; the same command continues it from its newest checkpoint, if any"
+)
 
 
 class SignalHandler:
@@ -136,18 +147,19 @@ class SignalHandler:
     async def pause_runs(self, api: Api, console: Console) -> None:
         """Waits for a signal, then pauses all active runs; returns when none is active any more.
 
+        A run that has not begun to train cannot pause, and one that takes too long is stopped.
+
         Args:
             console: Receives messages about progress and about how to resume.
         """
         await self._came.wait()
         active = await _active(api)
-        if not active:
-            return
-        print_line(console, "pausing after the current step; Ctrl-C again cancels instead")
-        for run_id in active:
+        if any(run.state not in _NOT_BEGUN for run in active):
+            print_line(console, "pausing after the current step; Ctrl-C again cancels instead")
+        for run in active:
             with suppress(ApiError):  # it pauses already, or starts and has nothing to save
-                await api.call(PauseRun(run_id=run_id))
-        pausing = [run.id for run in (await api.call(ListRuns())).items if run.state == "PAUSING"]
+                await api.call(PauseRun(run_id=run.id))
+        pausing = [run.id for run in await _active(api) if run.state == "PAUSING"]
         paused = asyncio.ensure_future(_until_paused(api, pausing))
         again = asyncio.ensure_future(self._again.wait())
         try:
@@ -158,13 +170,13 @@ class SignalHandler:
         finally:
             again.cancel()
             paused.cancel()
-        if self._again.is_set():
-            for run_id in active:
-                with suppress(ApiError):  # the run may have ended
-                    await api.call(CancelRun(run_id=run_id))
-            print_line(console, "cancelled")
-        else:
-            print_line(console, "paused; the same command resumes it")
+        for run in active:
+            with suppress(ApiError):  # the run has ended or is deleted
+                if self._again.is_set():
+                    await api.call(CancelRun(run_id=run.id))
+                state = (await api.get(run.id)).state
+                if state == "CANCELLED" or state not in TERMINAL:
+                    print_line(console, f"{run.id} {_OUTCOMES.get(state, _STOPPED)}")
 
     @property
     def has_come(self) -> bool:
@@ -181,9 +193,13 @@ class SignalHandler:
         self._came.set()
 
 
-async def _active(api: Api) -> list[str]:
-    runs = (await api.call(ListRuns())).items
-    return [run.id for run in runs if run.state not in TERMINAL and run.state != "PAUSED"]
+async def _active(api: Api) -> list[ListedRun]:
+    runs, token = list[ListedRun](), ""
+    while True:
+        page = await api.call(ListRuns(page_size=500, page_token=token))
+        runs += [run for run in page.items if run.state not in (*TERMINAL, "PAUSED")]
+        if not (token := page.next_page_token):
+            return runs
 
 
 async def _until_paused(api: Api, run_ids: Sequence[str]) -> None:
