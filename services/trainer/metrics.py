@@ -156,13 +156,6 @@ def observe_step(run: str, step: int, result: "StepResult") -> None:
         TOKENS.labels(run, "prompt").inc(metrics["tokens"] - metrics["response_tokens"])
 
 
-def observe_critic_step(run: str, step: int, result: "StepResult") -> None:
-    """Exports the metrics of a critic's step."""
-    STEP_SECONDS.labels(run, "critic").observe(result.metrics.get("seconds_critic", 0.0))
-    NONFINITE.labels(run, "critic").inc(result.metrics.get("nonfinite_critic", 0.0))
-    observe_loss_scale(run, result.metrics)
-
-
 def observe_loss_scale(run: str, metrics: Mapping[str, float]) -> None:
     """Exports the loss scales of a step and its updates that overflowed."""
     for model, prefix in (("policy", ""), ("critic", "critic_")):
