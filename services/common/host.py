@@ -25,6 +25,7 @@ class Clock(Protocol):
         """Returns seconds that never decrease."""
 
 
+HOST_KILLS: Final = Path("/proc/vmstat")
 _EPOCH = time.time() - time.monotonic()
 
 
@@ -40,10 +41,27 @@ def host_id() -> str:
     return hashlib.sha256(f"{socket.gethostname()}:{start}".encode()).hexdigest()[:16]
 
 
-def num_oom_kills() -> int:
-    """Returns how many processes the kernel has killed because memory was short; 0 if unknown."""
-    counters = Path("/proc/vmstat")
-    lines = counters.read_text(encoding="ascii").splitlines() if counters.exists() else []
+def oom_kill_file(
+    memberships: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/sys/fs/cgroup")
+) -> Path:
+    """Returns the file that counts the processes that the kernel killed because memory was short.
+
+    It counts those of this process's control group or, if that is unknown, of the host (:data:`HOST_KILLS`).
+    """
+    lines = memberships.read_text(encoding="utf-8").splitlines() if memberships.exists() else []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        # Only version 2 has a hierarchy without named controllers; version 1 mounts each one separately.
+        name = "memory.oom_control" if controllers else "memory.events.local"
+        file = mounts / controllers / group.lstrip("/") / name
+        if file.exists():
+            return file
+    return HOST_KILLS
+
+
+def num_oom_kills(file: Path) -> int:
+    """Returns the count of :func:`oom_kill_file`; 0 if unknown."""
+    lines = file.read_text(encoding="ascii").splitlines() if file.exists() else []
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 

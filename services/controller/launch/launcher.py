@@ -26,7 +26,9 @@ class WorkerExit:
     rank: int | None = None
     """Rank of the process that ended first; None if the worker has one process, or if unknown."""
     num_oom_kills: int = 0
-    """Processes of its host that the kernel killed while it ran, because memory was short; 0 if unknown."""
+    """Processes that the kernel killed while it ran, because memory was short; 0 if unknown."""
+    are_kills_of_host: bool = False
+    """True if these are processes of the whole host, False if of its control group."""
 
     def report(self) -> str:
         """Returns the exit, its first cause and the log in one line; without a cause also the last lines."""
@@ -57,7 +59,9 @@ class WorkerExit:
         status = "an unknown status" if self.code is None else f"exit code {self.code}"
         if self.code is not None and self.code < 0:
             status = f"signal {-self.code}"
-        reason = " (memory was short: the kernel killed processes of this host)"
+        of_group = "memory was short: the kernel killed processes of its control group"
+        of_host = "memory may have been short: the kernel killed processes of this host"
+        reason = f" ({of_host if self.are_kills_of_host else of_group})"
         return f"with {status}{reason if self._may_lack_memory else ''}"
 
 

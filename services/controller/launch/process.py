@@ -14,7 +14,13 @@ from pathlib import Path
 import psutil
 
 from services.common.errors import FailedPreconditionError
-from services.common.host import free_port, num_oom_kills, usable_processors
+from services.common.host import (
+    HOST_KILLS,
+    free_port,
+    num_oom_kills,
+    oom_kill_file,
+    usable_processors,
+)
 from services.common.parent import module_command
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
@@ -257,7 +263,8 @@ class ProcessLauncher(LauncherDefaults):
     ) -> None:
         """Reports the end of a worker, whose lines begin at an offset of its log."""
         log = self._logs(run_id) / f"{worker_id}.log"
-        num_before = num_oom_kills()
+        kills = oom_kill_file()
+        num_before = num_oom_kills(kills)
         async with TaskGroup() as tasks:
             limiting = tasks.create_task(limit_log(log))
             code = await process.wait()
@@ -274,7 +281,8 @@ class ProcessLauncher(LauncherDefaults):
                 last_lines=last_lines(log, REPORTED_LINES, begin=log_begin),
                 log=str(log),
                 rank=process.first_rank,
-                num_oom_kills=num_oom_kills() - num_before,
+                num_oom_kills=num_oom_kills(kills) - num_before,
+                are_kills_of_host=kills == HOST_KILLS,
             )
         )
 

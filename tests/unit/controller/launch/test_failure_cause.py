@@ -303,12 +303,23 @@ def test_a_kill_while_memory_was_short_says_so(code, num_kills, is_named):
 
 def test_a_killed_workers_last_lines_do_not_hide_that_memory_was_short():
     """The status of a fork is unknown if its parent was killed, too."""
-    memory = "(memory was short: the kernel killed processes of this host)"
+    memory = "(memory was short: the kernel killed processes of its control group)"
     expected = f"w exited with an unknown status {memory} (log: /l)"
     assert _report(None, 2, last_lines="loading\nloaded") == expected
 
 
-def _report(code: int | None, num_oom_kills: int, *, last_lines: str = "") -> str:
+def test_kills_of_the_whole_host_are_only_a_possible_cause():
+    memory = "(memory may have been short: the kernel killed processes of this host)"
+    assert _report(-9, 1, are_kills_of_host=True) == f"w exited with signal 9 {memory} (log: /l)"
+
+
+def _report(
+    code: int | None,
+    num_oom_kills: int,
+    *,
+    last_lines: str = "",
+    are_kills_of_host: bool = False,
+) -> str:
     return WorkerExit(
         run_id="r",
         worker_id="w",
@@ -316,6 +327,7 @@ def _report(code: int | None, num_oom_kills: int, *, last_lines: str = "") -> st
         last_lines=last_lines,
         log="/l",
         num_oom_kills=num_oom_kills,
+        are_kills_of_host=are_kills_of_host,
     ).report()
 
 

@@ -568,7 +568,7 @@ async def test_a_failed_run_has_the_party_at_fault(api, database):
             "exit code 1: services.common.errors.DeadlineExceededError: limits.start_timeout_s",
             False,
         ),
-        ("signal 9 (memory was short: the kernel killed processes of this host)", False),
+        ("signal 9 (memory was short: the kernel killed processes of its control group)", False),
         ("signal 11: services.trainer.steps raised", False),
     ],
 )
