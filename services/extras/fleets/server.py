@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.extras.fleets.adapters import AdapterSession, SharedServer
-from services.extras.fleets.answers import MAX_GROUP_BYTES, RefusedError, read_body
+from services.extras.fleets.answers import MAX_GROUP_BYTES, GroupRoom, RefusedError, read_body
 from services.extras.fleets.direct.links import WorkerLinks
 from services.extras.fleets.direct.messages import LOAD_METHOD
 from services.extras.fleets.hosts import EngineHosts
@@ -97,6 +97,7 @@ class FleetMember:
         self._thawing: asyncio.Future[None] | None = None
         self._tokens: VllmTokens | None = None
         """Responses that cross changes of the weights; None before the first request, or without them."""
+        self._group_room = GroupRoom()
         self._changing = asyncio.Lock()
         self._is_watched = False
         """True once the end of the engine is watched."""
@@ -428,9 +429,11 @@ class FleetMember:
         """
         tokens = self._find_tokens(request)
         if tokens is not None and request.headers.get("accept") == TOKEN_LINES:
-            body = await read_body(request, max_bytes=MAX_GROUP_BYTES)
-            self._check_version(request)
-            await tokens.respond(body, receive, send)
+            self._check_session(request)
+            async with self._group_room.taken(request) as free_room:
+                body = await read_body(request, max_bytes=MAX_GROUP_BYTES)
+                self._check_version(request)
+                await tokens.respond(body, receive, send, on_passed=free_room)
             return
         version = self._check_version(request)
         era = self._era

@@ -67,13 +67,25 @@ class VllmTokens:
         scheduler = getattr(engine.vllm_config.scheduler_config, "scheduler_cls", None)
         return cls(engine) if scheduler == SCHEDULER else None
 
-    async def respond(self, body: Mapping[str, Any], receive: Receive, send: Send) -> None:
+    async def respond(
+        self,
+        body: dict[str, Any],
+        receive: Receive,
+        send: Send,
+        *,
+        on_passed: Callable[[], None] = lambda: None,
+    ) -> None:
         """Answers the requests of a group with lines of tokens until all end, or until their client has gone.
+
+        Args:
+            body: The group, whose entries are removed.
+            on_passed: Called once the engine has the requests, and no memory of the group is needed here.
 
         Raises:
             RefusedError: If the group is malformed, or vLLM does not accept one of its requests.
         """
         group, requests = await self._requests(body)
+        body.clear()
         stream, num_cuts = _TokenStream(), self._num_cuts
         names = self._groups[group] = {number: r.request_id for number, r in requests.items()}
         leaving: asyncio.Future[None] | None = None
@@ -84,10 +96,13 @@ class VllmTokens:
                     continue
                 self._streams[request.request_id] = (stream, number)
                 await self._engine.engine_core.add_request_async(request)
+            num_left = len(requests)
+            del request
+            requests.clear()
+            on_passed()
             await send(_START)
             leaving = asyncio.ensure_future(_client_gone(receive))
             leaving.add_done_callback(lambda _: stream.leave())
-            num_left = len(requests)
             while num_left and (outputs := await stream.take()):
                 num_left -= sum(o is None or o.finish_reason is not None for _, o in outputs)
                 lines = b"".join(self._line(number, output) for number, output in outputs)

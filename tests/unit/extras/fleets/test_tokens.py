@@ -2,9 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -12,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from services.extras.fleets import answers as answers_module
 from services.extras.fleets import fleet as fleet_module
 from services.extras.fleets import groups as groups_module
 from services.extras.fleets import server as server_module
 from services.extras.fleets import stream as stream_module
+from services.extras.fleets.answers import RefusedError
 from services.extras.fleets.engine import FleetEngine
 from services.extras.fleets.groups import read_token_line
 from services.extras.fleets.protocol import CUT, GENERATE, LOAD, SCHEDULER
@@ -434,6 +438,89 @@ async def test_a_group_has_a_bounded_number_of_image_bytes(monkeypatch: pytest.M
         ]
         await asyncio.gather(*tasks)
         assert server.num_groups == 2
+
+
+async def test_groups_that_the_engine_has_not_received_have_a_bounded_sum_of_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    max_bytes, lengths, num_passed, may_pass = 3000, list[int](), 0, asyncio.Event()
+    monkeypatch.setattr(answers_module, "_MAX_GROUPS_BYTES", max_bytes)
+    monkeypatch.setattr(groups_module, "_MAX_IMAGE_BYTES", 1)  # each segment is a group
+
+    class Room(answers_module.GroupRoom):
+        @asynccontextmanager
+        async def taken(self, request: Request) -> AsyncIterator[Callable[[], None]]:
+            lengths.append(int(request.headers["content-length"]))
+            async with super().taken(request) as free:
+                yield free
+
+    monkeypatch.setattr(server_module, "GroupRoom", Room)
+    async with _serving_images() as (server, engine):
+        await _adopt(engine, 1, 0.5)
+        _allow(server, MANY)
+        add = server.engine.add_request_async
+
+        async def add_later(added_request: Any) -> None:
+            nonlocal num_passed
+            num_passed += 1
+            await may_pass.wait()
+            await add(added_request)
+
+        monkeypatch.setattr(server.engine, "add_request_async", add_later)
+        tasks = [
+            asyncio.ensure_future(
+                engine.generate(
+                    request(f"r{n}", (1, 2), max_tokens=2, model_inputs=_images(float(n)))
+                )
+            )
+            for n in range(8)
+        ]
+        await until(lambda: len(lengths) == 8)
+        num_within = sum(total <= max_bytes for total in accumulate(lengths))
+        assert 0 < num_within < 8
+        await until(lambda: num_passed == num_within)
+        for _ in range(20):  # requests that need not wait would go on meanwhile
+            await asyncio.sleep(0.005)
+        assert num_passed == num_within
+        may_pass.set()
+        results = await asyncio.gather(*tasks)
+        assert [len(result.token_ids) for result in results] == [2] * 8
+
+
+async def test_a_group_for_which_no_room_is_left_in_time_is_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(answers_module, "_MAX_GROUPS_BYTES", 1)  # one group at a time
+    monkeypatch.setattr(answers_module, "_ROOM_S", 0.01)
+    monkeypatch.setattr(groups_module, "_MAX_IMAGE_BYTES", 1)
+    async with _serving_images() as (server, engine):
+        await _adopt(engine, 1, 0.5)
+        _allow(server, MANY)
+        add, may_pass, num_refused = server.engine.add_request_async, asyncio.Event(), 0
+
+        async def add_later(added_request: Any) -> None:
+            await may_pass.wait()
+            await add(added_request)
+
+        def refused(status: int, message: str) -> RefusedError:
+            nonlocal num_refused
+            num_refused += status == 429
+            return RefusedError(status, message)
+
+        monkeypatch.setattr(server.engine, "add_request_async", add_later)
+        monkeypatch.setattr(answers_module, "RefusedError", refused)
+        tasks = [
+            asyncio.ensure_future(
+                engine.generate(
+                    request(f"r{n}", (1, 2), max_tokens=2, model_inputs=_images(float(n)))
+                )
+            )
+            for n in range(2)
+        ]
+        await until(lambda: num_refused > 0)
+        may_pass.set()
+        results = await asyncio.gather(*tasks)
+        assert [len(result.token_ids) for result in results] == [2] * 2
 
 
 @pytest.mark.parametrize("images", ["x", {"d": 5}, {"d": "!"}, {"d": "AAAA"}, {}])
