@@ -41,6 +41,16 @@ def host_id() -> str:
     return hashlib.sha256(f"{socket.gethostname()}:{start}".encode()).hexdigest()[:16]
 
 
+def host_bytes_here() -> int:
+    """Returns the bytes of memory available on this machine or in its container."""
+    total = psutil.virtual_memory().total
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return int(total)
+    return min(total, int(limit)) if limit.isdecimal() else int(total)
+
+
 def oom_kill_file(
     memberships: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/sys/fs/cgroup")
 ) -> Path:

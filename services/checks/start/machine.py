@@ -4,15 +4,13 @@ import importlib.util
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
 from services.common.gpus import gpu_memory, visible_gpus
-from services.common.host import missing_compiler, usable_processors
+from services.common.host import host_bytes_here, missing_compiler, usable_processors
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TaskGroupError
@@ -48,7 +46,6 @@ def num_gpus() -> int:
 # Without GPUs, one process replaces each GPU. With more processes per core, a run makes no useful progress.
 _PROCESSES_A_CORE = 4
 _MIN_PROCESSES = 9  # a rollout, and a trainer of 2 stages x 2 tensor- x 2 expert-parallel ranks
-_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MEASURED_SIZE, _MEASURED_TIMES = 256, 5
 _NOTABLE_SLOWDOWN = 1.5
 
@@ -138,16 +135,6 @@ def gpu_shortages(spec: RunSpec, config: "PretrainedConfig") -> Iterator[str]:
     for name, gpu in gpus.items():
         if shortage := gpu.shortage(bytes_by_gpu[name]):
             yield f"{shortage}; end it, choose other GPUs with CUDA_VISIBLE_DEVICES{lower}"
-
-
-def host_bytes_here() -> int:
-    """Returns the bytes of memory available on this machine or in its container."""
-    total = psutil.virtual_memory().total
-    try:
-        limit = _MEMORY_LIMIT.read_text(encoding="ascii").strip()
-    except OSError:
-        return int(total)
-    return min(total, int(limit)) if limit.isdecimal() else int(total)
 
 
 def memory_problems(spec: RunSpec, config: "PretrainedConfig") -> Iterator[str]:

@@ -20,9 +20,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.common.host import host_bytes_here
 from services.common.http.limits import MAX_UNAUTHENTICATED_EPISODES, admit
 from services.common.http.server import serve_http
 from services.common.task_group import TaskGroup, leaves
+from services.extras.agents.images import ImageMemory
 from services.extras.agents.protocols import protocol_of
 from services.extras.agents.record import History
 from services.extras.agents.replies import CompletionFormatter
@@ -79,6 +81,7 @@ class Endpoint:
         self._temperature = temperature
         self._tool_format = tool_format
         self._sessions: dict[str, Session] = {}
+        self._image_memory = ImageMemory(host_bytes_here())
 
     @classmethod
     @asynccontextmanager
@@ -149,6 +152,7 @@ class Endpoint:
                     self._temperature,
                     tool_format=self._tool_format,
                     history=self._history,
+                    image_memory=self._image_memory,
                 )
                 try:
                     yield Access(base_url=self._base_url, api_key=key)

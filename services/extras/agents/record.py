@@ -23,6 +23,7 @@ from services.extras.agents.chat import (
     reply,
     text_before,
 )
+from services.extras.agents.images import EpisodeImages
 from services.extras.agents.requests import (
     ApiError,
     ChatRequest,
@@ -120,14 +121,20 @@ class EpisodeRecord:
         tool_format: Format in which the policy calls tools, or ``auto``.
         history: ``template`` to leave reasoning out of the history if the chat template does, in a new
             conversation; ``recorded`` to continue the recorded one.
+        images: Memory of the images; None does not bound it.
     """
 
     def __init__(
-        self, episode: Episode, tool_format: str = "auto", history: History = "template"
+        self,
+        episode: Episode,
+        tool_format: str = "auto",
+        history: History = "template",
+        images: EpisodeImages | None = None,
     ) -> None:
         episode.is_served = True
         self._is_rendered = history == "template"
         self._episode = episode
+        self._images = images
         self.format = reply_format(episode.tokenizer, tool_format)
         self._chats: list[_Conversation] = []
         self._texts: list[_Conversation] = []
@@ -259,7 +266,8 @@ class EpisodeRecord:
         tokenizer = self._episode.tokenizer
         first = partial(first_tokens, tokenizer, request.messages, request.tools)
         tokens = await _computed(first, request)
-        return len((await self._observed(tokens, request.messages, ())).token_ids)
+        turn = await self._observed(tokens, request.messages, (), keeps=False)
+        return len(turn.token_ids)
 
     async def _chat_turns(
         self, request: ChatRequest, earlier: _Conversation | None
@@ -284,13 +292,20 @@ class EpisodeRecord:
         return self._extended(earlier, await self._observed(new_tokens, new, earlier.turns))
 
     async def _observed(
-        self, new_ids: Sequence[int], messages: Sequence[Message], after: tuple[Turn, ...]
+        self,
+        new_ids: Sequence[int],
+        messages: Sequence[Message],
+        after: tuple[Turn, ...],
+        *,
+        keeps: bool = True,
     ) -> Turn:
         """Returns the turn of added tokens, with the images of the messages that they contain."""
         images = [url for message in messages for url in message.images]
         if not images:
             return observed(new_ids)
         try:
+            if self._images is not None:
+                return await self._images.look(new_ids, images, after, keeps=keeps)
             return await self._episode.look(new_ids, images, after=after)
         except CallError as error:
             raise ApiError(400, error.message, code=error.kind, param="messages") from error

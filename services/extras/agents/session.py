@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from services.common.task_group import TaskGroup
+from services.extras.agents.images import EpisodeImages, ImageMemory
 from services.extras.agents.record import EpisodeRecord, History, Listener, Replies
 from services.extras.agents.requests import (
     ApiError,
@@ -52,9 +53,11 @@ class Session:
         *,
         tool_format: str,
         history: History,
+        image_memory: ImageMemory,
     ) -> None:
         self.episode = episode
-        self.record = EpisodeRecord(episode, tool_format, history)
+        self._images = EpisodeImages(episode, image_memory)
+        self.record = EpisodeRecord(episode, tool_format, history, self._images)
         self._tasks = tasks
         self._temperature = temperature
         self._running: set[_Answer] = set()
@@ -98,6 +101,7 @@ class Session:
         """Cancels all running requests."""
         for task in self._running:
             task.cancel()
+        self._images.close()
 
     async def body(self, request: Request) -> bytes:
         """Returns the body of a request. Raises ApiError if the model's context cannot hold it."""

@@ -38,6 +38,8 @@ _MAX_DECODED_PIXELS: Final = 64 << 20
 _MAX_SIDE: Final = 1 << 16
 """Max width and height; each row takes memory, however short it is."""
 _MAX_BYTE: Final = 255
+_BYTES_PER_PIXEL: Final = 32
+"""RGB, and the values in float32 before and after they become patches, which repeat them."""
 # Held while an image is in memory at its full size, because many prompts are read at once.
 _DECODING: Final = threading.Lock()
 _FETCH_TIMEOUT_S: Final = 30.0
@@ -96,6 +98,11 @@ class ImageReader:
     def max_request_bytes(self) -> int:
         """Max size of the images of a conversation as base64."""
         return self._data.max_images * self._data.max_image_bytes * 4 // 3
+
+    @property
+    def max_decoded_bytes(self) -> int:
+        """Max memory of one image while it becomes inputs of the model."""
+        return self._data.max_image_pixels * _BYTES_PER_PIXEL
 
     def inputs_of(
         self,
