@@ -378,9 +378,7 @@ class Tokenizer:
         """Returns a message as the template reads it, with all its texts escaped."""
         # As in transformers: many templates print None for a key with that value.
         fields = {key: value for key, value in message.items() if value is not None}
-        content = fields.get("content")
-        if texts := [content] if isinstance(content, str) else _texts_of(content):
-            text = "".join(texts)
+        if (text := text_of(fields.get("content"))) is not None:
             needs_parts = self._layout.needs_parts
             fields["content"] = [{"type": "text", "text": text}] if needs_parts else text
         return fields
@@ -434,10 +432,10 @@ class Tokenizer:
         self._inner.save_pretrained(folder)
 
 
-def _texts_of(content: Any) -> list[str]:
-    """Returns the texts of a message's content that is a list of texts only; empty if it is not."""
-    if not isinstance(content, Sequence) or isinstance(content, str):
-        return []
+def text_of(content: Any) -> str | None:
+    """Returns the text of a message's content, which may be a list of texts; None if it is anything else."""
+    if isinstance(content, str) or not isinstance(content, Sequence):
+        return content if isinstance(content, str) else None
     texts = [
         item["text"]
         for item in content
@@ -445,7 +443,7 @@ def _texts_of(content: Any) -> list[str]:
         and item.get("type") == "text"
         and isinstance(item.get("text"), str)
     ]
-    return texts if len(texts) == len(content) else []
+    return "".join(texts) if texts and len(texts) == len(content) else None
 
 
 def _with_parsed_calls(message: dict[str, Any]) -> dict[str, Any]:

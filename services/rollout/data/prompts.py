@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from services.common.models.tokenizer import Tokenizer
+from services.common.models.tokenizer import Tokenizer, text_of
 from services.common.runspec.data import CurriculumSpec, DataSpec, PromptSourceSpec, kind_of
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.demonstrations import (
@@ -405,7 +405,8 @@ def _conversation_of(
                 f"{answer!r:.60}; {fix}"
             )
     check_answered(as_messages(messages, source), source)
-    return messages
+    pairs = ((message, text_of(message.get("content"))) for message in messages)
+    return [message if text is None else {**message, "content": text} for message, text in pairs]
 
 
 def check_prompt(

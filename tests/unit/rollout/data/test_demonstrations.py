@@ -135,6 +135,21 @@ def test_a_held_out_conversation_is_asked_for_its_last_answer() -> None:
 CHAT = {"answer_column": None, "chat_template": True}
 
 
+def test_content_as_a_list_of_texts_is_the_text_that_rewards_and_people_see() -> None:
+    def said(role: str, *texts: str) -> dict[str, Any]:
+        # Arrow gives each part the keys of all parts.
+        content = [{"type": "text", "text": text, "image": None} for text in texts]
+        return {"role": role, "content": content}
+
+    question, answer = said("user", "1+", "2"), said("assistant", "3")
+    prompt = book([{"prompt": [question, answer]}], **CHAT).prompt("train", 0)
+    assert (prompt.text, prompt.answer) == ("1+2", "3")
+    assert prompt.demonstrations[0].text == "3"
+    pair = {"prompt": [question], "answer": [answer], "rejected": "3"}
+    with pytest.raises(GroupError, match="have the same answer"):
+        book([pair], num_demonstrations=2, chat_template=True).prompt("train", 0)
+
+
 def test_the_tools_of_a_row_may_be_json_text() -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     template = "{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}" + PLAIN
