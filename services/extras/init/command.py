@@ -68,8 +68,11 @@ _COMMENTS: Comments = {
     "trainer.dtype": ("bfloat16 for GPUs; CPUs are faster in float32",),
     "trainer.compile": ("torch.compile: faster and less memory on GPUs, slower start",),
 }
-# Marks of roles, as chat templates write them: <|im_start|>, <start_of_turn>, [INST], DeepSeek's.
-_CONTROL = re.compile(r"<[|\uff5c][\w\u2581]+[|\uff5c]>|<start_of_turn>|\[INST\]")
+# Marks of roles, as chat templates write them: <|im_start|>, Gemma's <start_of_turn> and <|turn>, [INST],
+# DeepSeek's, Nemotron's <SPECIAL_11> and <extra_id_1>, Baichuan's <reserved_106>.
+_CONTROL = re.compile(
+    r"<[|\uff5c][\w\u2581]+[|\uff5c]?>|<start_of_turn>|\[INST\]|<(?:SPECIAL|extra_id|reserved)_\d+>"
+)
 _UNFIT_COMMENT = ("else it does not fit on this GPU",)
 
 
