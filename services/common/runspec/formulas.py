@@ -18,7 +18,7 @@ _ESTIMATORS: Final = "services.trainer.algorithm.estimators"
 
 IdleGroups = Literal["equal_scores", "no_single_best", "no_success", "equal_terms"]
 """Groups without advantages: of equal scores; without one best score; of equal scores or with a mean of 0 or
-less; of equal terms."""
+less; of terms that are equal or whose advantages cancel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -297,7 +297,7 @@ class _Judge:
         # In every key, judge each text that the loader would accept as a reference.
         if (reference := _reference(value)) is not None:
             yield from self._reference(reference, must_exist=is_code and self.is_here)
-        elif _is_path(value):
+        elif value.startswith(_PATH_STARTS) or ".." in value.split("/"):
             yield from self._path(value, self.allowance.roots, {_plain(value)})
 
     def _reference(self, reference: Reference, *, must_exist: bool) -> Iterator[str]:
@@ -523,10 +523,6 @@ def _is_within(module_spec: ModuleSpec, roots: Sequence[Path]) -> bool:
     if module_spec.has_location and module_spec.origin:
         paths.append(module_spec.origin)
     return bool(paths) and all(_is_inside(Path(path).resolve(), roots) for path in paths)
-
-
-def _is_path(text: str) -> bool:
-    return text.startswith(_PATH_STARTS) or ".." in text.split("/")
 
 
 def _plain(path: str) -> Path:

@@ -63,7 +63,8 @@ class SameOrigin:
                     "foreign_origin",
                     f"pages of origin {origin!r} must not use this API",
                 )
-        if _has_body(request) and _media_type(request) != "application/json":
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if _has_body(request) and media_type != "application/json":
             return (
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
                 "not_json",
@@ -81,10 +82,6 @@ def _name(host: str) -> str:
 def _has_body(request: Request) -> bool:
     length = request.headers.get("content-length", "0")
     return length != "0" or "transfer-encoding" in request.headers
-
-
-def _media_type(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 _REFUSALS = {

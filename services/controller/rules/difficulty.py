@@ -9,6 +9,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, pstdev
 from typing import Final, NamedTuple
 
 from services.common.runspec.algorithm import AlgorithmSpec, OverlongSpec
@@ -18,6 +19,8 @@ from services.common.runspec.formulas import IdleGroups
 SOLVED: Final = "solved"
 HOPELESS: Final = "hopeless"
 _MAX_TRIES = 2**16 - 1
+# Size of a sum of advantages, each about 1, that counts as rounding.
+_ROUNDING = 1e-12
 
 
 class PromptRate(NamedTuple):
@@ -151,7 +154,7 @@ def trains_nothing(
     trained = [not (masks_truncated and member.is_truncated) for member in members]
     if kind == "equal_terms":
         weights = algorithm.arguments_of_advantage["weights"]
-        return not any(trained) or not _have_different_terms(members, weights)
+        return not _have_advantages_of_terms(members, weights, trained)
     scores = [
         reward + _penalty(member, algorithm.overlong, max_response_tokens)
         for reward, member in zip(_stored(members), members, strict=True)
@@ -174,12 +177,21 @@ def _penalty(member: Member, overlong: OverlongSpec, max_tokens: int) -> float:
     return -min(max(over, 0.0), 1.0) * overlong.penalty
 
 
-def _have_different_terms(members: Sequence[Member], weights: Mapping[str, float]) -> bool:
+def _have_advantages_of_terms(
+    members: Sequence[Member], weights: Mapping[str, float], trained: Sequence[bool]
+) -> bool:
+    """Returns True if the terms give a member that trains an advantage; those of two terms may cancel."""
     names = [name for name, weight in weights.items() if weight]
-    # The trainer reports missing terms.
-    return any(len({member.terms.get(name) for member in members}) > 1 for name in names) or any(
-        name not in member.terms for name in names for member in members
-    )
+    if any(name not in member.terms for name in names for member in members):
+        return True  # the trainer reports missing terms
+    totals = [0.0] * len(members)
+    for name in names:
+        values = [member.terms[name] for member in members]
+        mean, deviation = fmean(values), pstdev(values) or 1.0
+        parts = [weights[name] * (value - mean) / deviation for value in values]
+        totals = [total + part for total, part in zip(totals, parts, strict=True)]
+    pairs = zip(totals, trained, strict=True)
+    return any(is_trained and abs(total) > _ROUNDING for total, is_trained in pairs)
 
 
 def _have_advantages(kind: IdleGroups, scores: Sequence[float], trained: Sequence[bool]) -> bool:

@@ -351,11 +351,7 @@ def _parts_of(text: Any, *, marks: bool) -> Iterator[dict[str, Any]]:
         if number:
             yield {"type": "image"}
         if piece or len(pieces) == 1:
-            yield _text(piece)
-
-
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
+            yield {"type": "text", "text": piece}
 
 
 def _own_image(part: Mapping[str, Any]) -> Any:

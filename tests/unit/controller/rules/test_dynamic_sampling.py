@@ -134,6 +134,33 @@ def test_terms_decide_if_the_advantage_is_of_single_terms() -> None:
     assert unfit_reason(same, spec, may_refill=True) == "equal_rewards"
 
 
+@pytest.mark.parametrize(
+    ("weights", "terms", "cancels"),
+    [
+        ((1.0, 1.0), [(1.0, 0.0), (0.0, 1.0), (1.0, 0.0), (0.0, 1.0)], True),
+        ((0.5, 0.5), [(0.0, 1.0), (0.5, 0.5), (1.0, 0.0)], True),
+        ((1.0, -1.0), [(0.0, 0.0), (1.0, 1.0)], True),
+        ((1.0, 0.9), [(1.0, 0.0), (0.0, 1.0)], False),
+        ((1.0, 1.0), [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)], False),
+        ((1.0, 0.0), [(1.0, 0.0), (1.0, 1.0)], True),
+    ],
+)
+def test_terms_whose_advantages_cancel_train_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    weights: tuple[float, float],
+    terms: list[tuple[float, float]],
+    cancels: bool,
+) -> None:
+    named = [{"right": right, "style": style} for right, style in terms]
+    monkeypatch.setitem(globals(), "TERMS", named)
+    rewards, lengths = (1.0,) * len(terms), [1] * len(terms)
+    arguments = {"weights": {"right": weights[0], "style": weights[1]}}
+    spec = AlgorithmSpec(dynamic_sampling=True, advantage="gdpo", advantage_arguments=arguments)
+    reason = unfit_reason(samples_of(rewards, lengths), spec, may_refill=True)
+    assert (reason is None) == (not cancels)
+    assert has_advantages(spec, rewards, lengths, [True] * len(terms)) == (not cancels)
+
+
 @pytest.mark.parametrize("advantage", [name for name in ADVANTAGES if name not in DECIDED])
 def test_dynamic_sampling_is_refused_if_groups_do_not_decide(advantage: str) -> None:
     algorithm = {"dynamic_sampling": True, "advantage": advantage}
