@@ -6,7 +6,7 @@ Values that differ at one point are different, so that algebra only has to confi
 from typing import Any, Final
 
 from math_verify.grader import is_equation, is_relation
-from sympy import And, Expr, I, Interval, Pow, Rational, Set, Union
+from sympy import And, Expr, I, Interval, Poly, Pow, Rational, Set, Union
 from sympy.core.relational import Relational
 
 _POINTS: Final = tuple(
@@ -31,7 +31,8 @@ def differ(gold: Any, answer: Any) -> bool:
     if isinstance(gold, Expr) and isinstance(answer, Expr):
         return _expressions_differ(gold, answer)
     if is_equation(gold) and is_equation(answer):
-        return gold != answer and any(map(is_of_high_degree, (gold, answer)))
+        has_high_degree = any(map(is_of_high_degree, (gold, answer)))
+        return gold != answer if has_high_degree else _equations_differ(gold, answer)
     if all(map(_is_region, (gold, answer))):
         return _regions_differ(gold, answer)
     return False
@@ -42,16 +43,49 @@ def _expressions_differ(gold: Expr, answer: Expr) -> bool:
     if not symbols:
         return False
     for point in _POINTS:
-        values = {
-            symbol: I if str(symbol) == "i" else point[index % len(point)] + index // len(point)
-            for index, symbol in enumerate(symbols)
-        }
+        values = _values(symbols, point)
         first, second = (_number(value.xreplace(values)) for value in (gold, answer))
         if first is None or second is None:
             return False
-        if abs(first - second) > _TOLERANCE * max(abs(first), abs(second)):
+        if not _is_near(first, second):
             return True
     return False
+
+
+def _equations_differ(gold: Any, answer: Any) -> bool:
+    """Returns True if two polynomial equations of the same symbols have other solutions for one of these."""
+    symbols = sorted(gold.free_symbols, key=str)
+    if len(symbols) < 2 or answer.free_symbols != gold.free_symbols:
+        return False
+    for point in _POINTS:
+        values = _values(symbols[1:], point)
+        first, second = (_roots(value.xreplace(values), symbols[0]) for value in (gold, answer))
+        if first is None or second is None:
+            return False
+        for some, others in ((first, second), (second, first)):
+            if not all(any(_is_near(root, other) for other in others) for root in some):
+                return True
+    return False
+
+
+def _roots(equation: Any, symbol: Any) -> list[complex] | None:
+    """Returns the complex solutions of an equation of one symbol; None if it is no polynomial."""
+    try:
+        polynomial = Poly(equation.lhs - equation.rhs, symbol)
+        return [complex(root) for root in polynomial.nroots(n=_DIGITS)]
+    except Exception:  # noqa: BLE001 -- sympy raises errors of any type
+        return None
+
+
+def _values(symbols: list[Any], point: tuple[Any, ...]) -> dict[Any, Any]:
+    return {
+        symbol: I if str(symbol) == "i" else point[index % len(point)] + index // len(point)
+        for index, symbol in enumerate(symbols)
+    }
+
+
+def _is_near(first: complex, second: complex) -> bool:
+    return abs(first - second) <= _TOLERANCE * max(abs(first), abs(second))
 
 
 def _number(value: Any) -> complex | None:
@@ -94,7 +128,7 @@ def _holds(relation: Any, point: Any) -> bool | None:
     first, second = (_number(side.xreplace(values)) for side in (relation.lhs, relation.rhs))
     if first is None or second is None or first.imag or second.imag:
         return None
-    is_near = abs(first - second) <= _TOLERANCE * max(abs(first), abs(second))
+    is_near = _is_near(first, second)
     if relation.rel_op == "!=":
         return None if is_near and first != second else first != second
     if is_near:

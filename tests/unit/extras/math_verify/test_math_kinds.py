@@ -397,3 +397,22 @@ def test_a_formula_of_many_powers_is_read_within_the_limit_of_time() -> None:
     other = MANY_POWERS.replace("=4", "=5")
     for answer, reward in ((MANY_POWERS, 1.0), (other, 0.0)):
         assert math_answer("", f"\\boxed{{{answer}}}", MANY_POWERS, {}) == reward
+
+
+@pytest.mark.parametrize(
+    ("expected", "right", "wrong"),
+    [
+        ("x^{3}+y^{3}=1", "y^{3}=1-x^{3}", "y^{3}=1+x^{3}"),
+        ("y=\\frac{x^{3}+1}{2}", "2y=x^{3}+1", "2y=x^{3}+2"),
+        (
+            "2x^{2}y^{2}z^{3}+4x^{2}y^{3}+3x^{3}yz^{3}+2z^{2}=4",
+            "x^{2}y^{2}z^{3}+2x^{2}y^{3}+\\frac{3}{2}x^{3}yz^{3}+z^{2}=2",
+            "2x^{2}y^{2}z^{3}+4x^{2}y^{3}+3x^{3}yz^{3}+2z^{2}=5",
+        ),
+    ],
+)
+def test_equations_of_several_symbols_are_compared_by_their_solutions(
+    expected: str, right: str, wrong: str
+) -> None:
+    rewards = [math_answer("", f"\\boxed{{{answer}}}", expected, {}) for answer in (right, wrong)]
+    assert rewards == [1.0, 0.0]
