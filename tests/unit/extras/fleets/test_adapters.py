@@ -37,6 +37,12 @@ from tests.unit.extras.fleets.servers import LOCAL, TOKEN, FakeEngine, FakeServe
 _BASE = torch.arange(32, dtype=torch.uint8)
 
 
+@pytest.fixture(autouse=True)
+def long_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps sessions that expire otherwise while a busy machine opens many connections."""
+    monkeypatch.setattr(module, "LEASE_S", 120.0)
+
+
 class FakeAdapters:
     """Adapters of a fake engine."""
 
