@@ -1,6 +1,7 @@
 """Runs that share a server: sessions, adapters, isolation and the end of a run."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from tests.helpers.engines import until
 from tests.unit.extras.fleets.servers import LOCAL, TOKEN, FakeEngine, FakeServer, serving
 
 _BASE = torch.arange(32, dtype=torch.uint8)
+_TLS = ssl.create_default_context()  # of all clients: to make one takes longer than a request
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +124,7 @@ async def _bring(client: VllmServer, version: int, value: float) -> None:
 async def _send(
     server: FakeServer, method: str, path: str, body: Any = None, **headers: str
 ) -> httpx.Response:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=_TLS, timeout=120) as client:
         return await client.request(
             method,
             f"{server.address}{path}",
