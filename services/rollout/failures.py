@@ -1,6 +1,5 @@
 """Typed failures of groups and user code, so that no failure can be mistaken for a score."""
 
-from collections.abc import Sequence
 from typing import Literal
 
 FailureKind = Literal["timeout", "exception", "invalid_value", "invalid_image", "sandbox_killed"]
@@ -32,20 +31,6 @@ class GroupError(Exception):
 def refused_prompt(reason: str, message: str) -> GroupError:
     """Returns the error of a prompt that no further attempt can use, so that it is quarantined."""
     return GroupError(reason, message, retryable=False)
-
-
-def refuse_images(pictures: Sequence[object]) -> None:
-    """Refuses a row whose images would not be shown. Raises GroupError.
-
-    Args:
-        pictures: Images of a prompt whose messages an agent or an environment writes.
-    """
-    if pictures:
-        raise refused_prompt(
-            "prompt_malformed",
-            f"the row has {len(pictures)} images, but the agent or the environment writes the messages; let "
-            "it send the images, and name them in another column than data.image_column",
-        )
 
 
 class InterruptedGroupError(GroupError):

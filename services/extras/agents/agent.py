@@ -8,12 +8,12 @@ from services.common.callables import call_problems
 from services.common.runspec.base import AtLeastOne, PositiveSeconds
 from services.common.runspec.rollout import AGENTS
 from services.extras.agents.endpoint import Endpoint
-from services.extras.agents.record import History, check_history
+from services.extras.agents.record import History, check_history, refuse_images
 from services.extras.agents.runner import AgentRunner, agent_runner
-from services.rollout.failures import CallError, refuse_images
+from services.extras.agents.trained import TrainedConversations
+from services.rollout.failures import CallError
 from services.rollout.workflows.base import Episode, WorkflowResources
 from services.rollout.workflows.reply_formats import check_tool_format
-from services.rollout.workflows.training import TrainedConversations
 
 
 class Agent:

@@ -33,7 +33,7 @@ from services.extras.agents.requests import (
     too_long,
 )
 from services.rollout.engines.base import split_stop_texts
-from services.rollout.failures import CallError, GroupError
+from services.rollout.failures import CallError, GroupError, refused_prompt
 from services.rollout.workflows.base import Episode, Interrupted, SamplingChoice
 from services.rollout.workflows.reply_formats import reply_format
 from services.rollout.workflows.turns import Turn, num_tokens, observed, token_ids, with_turn
@@ -444,6 +444,20 @@ async def _computed(
     """Returns the result of a computation over a request's texts, in a thread if they are long."""
     is_long = request.num_characters > _LONG_CHARACTERS
     return await asyncio.to_thread(compute) if is_long else compute()
+
+
+def refuse_images(pictures: Sequence[object]) -> None:
+    """Refuses a row whose images would not be shown. Raises GroupError.
+
+    Args:
+        pictures: Images of a prompt whose messages an agent or an environment writes.
+    """
+    if pictures:
+        raise refused_prompt(
+            "prompt_malformed",
+            f"the row has {len(pictures)} images, but the agent or the environment writes the messages; let "
+            "it send the images, and name them in another column than data.image_column",
+        )
 
 
 def check_history(history: str) -> None:

@@ -15,10 +15,11 @@ from services.common.callables import call_problems, load_callable
 from services.common.runspec.base import AtLeastOne, PositiveSeconds
 from services.common.runspec.rollout import environment_kind
 from services.common.telemetry import tracing
-from services.extras.agents.record import EpisodeRecord, History, check_history
+from services.extras.agents.record import EpisodeRecord, History, check_history, refuse_images
 from services.extras.agents.requests import ApiError, ChatRequest
 from services.extras.agents.requests import Message as ChatMessage
 from services.extras.agents.session import MODEL_NAME
+from services.extras.agents.trained import TrainedConversations
 from services.extras.environments.client import (
     Environment,
     EnvironmentArgs,
@@ -29,9 +30,8 @@ from services.extras.environments.local import local_environments
 from services.extras.environments.protocol import MAX_ANSWER_BYTES, Message, Observation
 from services.rollout import metrics
 from services.rollout.calls.outside import AddressPolicy, ExternalService
-from services.rollout.failures import CallError, refuse_images
+from services.rollout.failures import CallError
 from services.rollout.workflows.base import Episode, WorkflowResources
-from services.rollout.workflows.training import TrainedConversations
 from services.rollout.workflows.turns import Turn, observed
 
 _KEY = "rollout.workflow_arguments"

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from services.extras.agents.agent import Agent
+from services.extras.agents.trained import TrainedConversations
 from services.rollout import metrics
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
 from services.rollout.workflows.base import Episode, Interrupted, WorkflowResources
-from services.rollout.workflows.training import TrainedConversations, history_of
+from services.rollout.workflows.training import history_of
 from services.rollout.workflows.turns import flattened, num_sampled, trained_once
 from tests.helpers.served_episode import (
     TOKENIZER,

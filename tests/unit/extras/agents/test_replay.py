@@ -4,11 +4,11 @@ from typing import Any
 
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec
+from services.extras.agents.trained import TrainedConversations
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.prompts import Prompt
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.workflows.base import Episode, EpisodeLimits
-from services.rollout.workflows.training import TrainedConversations
 from services.rollout.workflows.turns import Conversation, token_ids, trained_once
 from tests.helpers.engines import make_engine, running
 from tests.helpers.served_episode import client_of
