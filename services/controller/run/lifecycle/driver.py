@@ -44,6 +44,7 @@ from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec, RequestQueue
 from services.controller.run.state.worker_failures import (
     RolloutsOutdatedError,
+    UnpublishableError,
     UnresponsiveError,
     WorkerLostError,
     explain,
@@ -103,6 +104,8 @@ class RunDriver:
         self._is_over = False
         self._deadline: asyncio.TimerHandle | None = None
         self._losses, self._step_at_loss = 0, -1
+        self._open_loss: tuple[str, Collection[str]] | None = None
+        """Message and workers of a counted loss without an event, as its workers may turn out to be lost."""
         self._sizing = ElasticSizing(
             run_id,
             self._spec,
@@ -148,6 +151,7 @@ class RunDriver:
             event, reason = RunEvent.STOPPED, "CancelledByUser"
         self._is_over = True
         await self._clean_up(record_samples=event is RunEvent.DRAINED)
+        await self._close_open_loss()
         if reason == "ControllerStopped":
             if self._state is RunState.STARTING:
                 return  # the next controller starts it again
@@ -374,6 +378,7 @@ class RunDriver:
         return is_finished
 
     async def _ready(self, absent: Collection[str]) -> None:
+        await self._close_open_loss()
         absent_workers = sorted(absent)
         names = ", ".join(absent_workers)
         message = f"continues without {names}" if names else "all workers have loaded"
@@ -406,8 +411,12 @@ class RunDriver:
             return await self._sizing.remove_surplus()
         self._note_silent(errors)
         await self._await_exit_report()
-        self._count_loss()
         exits, self._exits = self._exits, {}
+        if self._open_loss is not None and not exits.keys().isdisjoint(self._open_loss[1]):
+            self._open_loss = None  # the same loss, now with its worker
+        else:
+            await self._close_open_loss()
+            self._count_loss()
         message = "\n".join(exits.values())
         message = message or self._with_log("; ".join(dict.fromkeys(str(e) for e in errors)))
         is_final = self._is_hopeless or self._final_code != ""
@@ -416,12 +425,26 @@ class RunDriver:
         logger.warning(
             "run recovers from a lost worker", extra={"run": self._run_id, "why": message}
         )
-        await self._journal.record_event(Note("WorkerLost", message, {"workers": sorted(exits)}))
+        unpublishable = next((e for e in errors if isinstance(e, UnpublishableError)), None)
+        if unpublishable is not None and not exits:
+            self._open_loss = (message, unpublishable.worker_ids)
+        else:
+            await self._record_loss(message, exits)
         await self._remove_ended()
         is_halted = not exits or "trainer-0" in exits or not self._rollouts()
         if is_halted and self._state in (RunState.STARTING, RunState.RUNNING):
             await self._transition(RunEvent.LOSE, "WorkerLost", message.splitlines()[0])
         return exits
+
+    async def _close_open_loss(self) -> None:
+        """Records the open loss, of which no worker was lost after all."""
+        loss, self._open_loss = self._open_loss, None
+        if loss is not None:
+            await self._record_loss(loss[0], ())
+
+    async def _record_loss(self, message: str, worker_ids: Collection[str]) -> None:
+        note = Note("WorkerLost", message, {"workers": sorted(worker_ids)})
+        await self._journal.record_event(note)
 
     def _note_silent(self, errors: Sequence[BaseException]) -> None:
         """Records silent workers: rollouts, and a trainer if a rank is silent when the loops are entered.

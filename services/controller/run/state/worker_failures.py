@@ -1,6 +1,6 @@
 """Classifies errors of a run: lost workers, from which it recovers, or failures that end it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from services.common.errors import (
     AbortedError,
@@ -38,6 +38,18 @@ class UnresponsiveError(UnavailableError):
     def __init__(self, worker_id: str, why: str) -> None:
         super().__init__(f"{worker_id} {why}", worker_id=worker_id)
         self.worker_id = worker_id
+
+
+class UnpublishableError(UnavailableError):
+    """Raised if no version can be published, because members of the weight group do not answer.
+
+    Args:
+        worker_ids: Workers of these members. Whether they are lost shows when the loops are entered again.
+    """
+
+    def __init__(self, message: str, worker_ids: Collection[str]) -> None:
+        super().__init__(message)
+        self.worker_ids = worker_ids
 
 
 class LateError(UnresponsiveError):

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import TypeVar
 
@@ -12,7 +12,6 @@ from services.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     ServiceError,
-    UnavailableError,
 )
 from services.common.rpc.client import open_channel
 from services.common.runspec.run import WeightSyncSpec
@@ -23,9 +22,9 @@ from services.common.runspec.weight_modes import (
     MODES,
     transport_of,
 )
-from services.common.task_group import TaskGroup, gather_in_group, unwrapped
+from services.common.task_group import TaskGroup, unwrapped
 from services.controller.membership import Worker
-from services.controller.run.state.worker_failures import UnresponsiveError
+from services.controller.run.state.worker_failures import UnpublishableError, UnresponsiveError
 from services.weightsync.weight_plan import TensorSpec, WeightPlan, make_plan, row_shards
 from services.wire.weightsync import WeightSyncClient
 
@@ -80,7 +79,7 @@ class WeightMembers:
 
         Raises:
             DataLossError: If members made different plans.
-            UnresponsiveError: If a source does not answer; it names the rank.
+            UnresponsiveError: If sources do not answer; it names the ranks.
             ServiceError: If a member does not answer or cannot take part.
         """
         self._hosts = {worker.worker_id: worker.host_id for worker in (trainer, *rollouts)}
@@ -91,9 +90,7 @@ class WeightMembers:
         for number, address in enumerate(described.source_addresses[1:], 1):
             self._addresses[name := f"{trainer.worker_id}/{number}"] = address
             self.sources[name] = await self._connect(address)
-        with unwrapped(ServiceError):
-            items = self.sources.items()
-            await gather_in_group([_probe(name, m, self._silence_s(name)) for name, m in items])
+        await self._probe_sources()
         self._tensors = described.tensors
         self._make_plan(described.device)
         self.rollouts = {w.worker_id: await self._connect(w.address) for w in rollouts}
@@ -102,6 +99,16 @@ class WeightMembers:
             self._fallbacks = self._shared_gpu_fallbacks()
             if self._fallbacks:
                 await self._use_path(*self._fallbacks.pop(0))
+
+    async def _probe_sources(self) -> None:
+        """Raises UnresponsiveError if sources do not answer; its message names all of them."""
+        items = self.sources.items()
+        probes = [_probe(name, member, self._silence_s(name)) for name, member in items]
+        results = await asyncio.gather(*probes, return_exceptions=True)
+        if errors := [result for result in results if result is not None]:
+            if isinstance(errors[0], UnresponsiveError):
+                errors[0].message = "; ".join(map(str, errors))
+            raise errors[0]
 
     async def switch_transfer_path(self, error: ServiceError) -> None:
         """Agrees on the next fallback transport.
@@ -248,11 +255,14 @@ class WeightMembers:
             if isinstance(answer, ServiceError)
         ]
 
-    def unpublishable(self, silent_members: Iterable[str]) -> UnavailableError:
+    def unpublishable(self, silent_members: Collection[str]) -> UnpublishableError:
         """Returns the error of a publication whose members do not answer; its text has their addresses."""
         names = " and ".join(f"{name} at {self._addresses[name]}" for name in silent_members)
         verb = "do" if " and " in names else "does"
-        return UnavailableError(f"{names} {verb} not answer, so no version can be published")
+        return UnpublishableError(
+            f"{names} {verb} not answer, so no version can be published",
+            {name.partition("/")[0] for name in silent_members},
+        )
 
     def _silence_s(self, name: str) -> float:
         """Returns the seconds without an answer after which a member counts as lost."""

@@ -12,7 +12,7 @@ from services.common.lifetime import OUTAGE_EXIT
 from services.controller.api.membership import MembershipServicer
 from services.controller.launch.launcher import ExternalLauncher, WorkerExit
 from services.controller.rules.run_state import RunEvent
-from services.controller.run.state.worker_failures import UnresponsiveError
+from services.controller.run.state.worker_failures import UnpublishableError, UnresponsiveError
 from services.controller.schemas import PauseOptions
 from services.controller.settings import ControllerSettings
 from services.controller.store.records import EventFilter, Submission
@@ -194,6 +194,49 @@ async def test_a_trainer_with_a_rank_that_stays_silent_is_lost_and_restarts(
         assert ended_workers == ["trainer-0"]
         assert events[-1].data["workers"] == ["trainer-0"]
         assert "trainer-0/2 does not answer" in events[-1].message
+
+
+@pytest.mark.parametrize(
+    ("next_error", "lost_workers", "goes_on"),
+    [
+        (UnresponsiveError("trainer-0/2", "does not answer within 60 s"), ["trainer-0"], True),
+        (None, [], True),
+        (UnresponsiveError("rollout-0", "does not answer within 60 s"), [], False),
+        (UnavailableError("the transferqueue does not answer"), [], False),
+        (FailedPreconditionError("no transport reaches all members"), [], False),
+    ],
+    ids=["it stays silent", "it answers again", "another worker", "a service", "a setting"],
+)
+async def test_a_member_that_does_not_answer_a_publication_is_one_loss_with_one_cause(
+    database, workers, monkeypatch, next_error, lost_workers, goes_on
+):
+    """The cause names the worker if that is still silent when the run enters its loops again."""
+    message = "trainer-0/2 at a:1 does not answer, so no version can be published"
+    errors = [UnpublishableError(message, {"trainer-0"}), *([next_error] if next_error else [])]
+    trains_again = asyncio.Event()
+
+    async def train_step(command, *, timeout_s):
+        if len(errors) == 1 + (next_error is not None):
+            raise errors.pop(0)
+        trains_again.set()
+        await asyncio.Event().wait()
+
+    async def assemble(*args, **kwargs):
+        if next_error in errors and len(errors) == 1:
+            raise errors.pop()
+        return await workers.assemble(*args, **kwargs)
+
+    monkeypatch.setattr("services.controller.run.lifecycle.loop.connect", assemble)
+    monkeypatch.setattr(workers, "train_step", train_step)
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(60):
+        spec = specification(limits={"max_restarts": 1})
+        run_id = (await manager.create(Submission(spec=spec)))[0].run_id
+        await (trains_again.wait() if goes_on else manager.drivers.wait())
+        only = EventFilter(types=("WorkerLost",))
+        (event,) = await manager.feed.page(run_id, after_seq=0, only=only)
+        assert event.data["workers"] == lost_workers
+        assert str(next_error if lost_workers else message) in event.message
+        assert (await manager.get(run_id)).is_terminal != goes_on
 
 
 async def test_the_log_of_a_worker_that_does_not_answer_is_named(database, workers, monkeypatch):

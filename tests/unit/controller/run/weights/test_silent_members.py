@@ -107,7 +107,7 @@ async def test_an_error_names_all_members_that_do_not_answer_and_their_addresses
         return described
 
     async def connect(address: str) -> object:
-        alive = (silent if address == "10.0.0.2:1" else Silent(0.0)).alive
+        alive = (silent if address in silent_addresses else Silent(0.0)).alive
         return SimpleNamespace(describe=describe, agree_plan=agree, alive=alive)
 
     monkeypatch.setattr(group, "_connect", connect)
@@ -115,8 +115,12 @@ async def test_an_error_names_all_members_that_do_not_answer_and_their_addresses
         SimpleNamespace(worker_id=name, host_id=name, address=f"{name}.example:1")
         for name in ("trainer-0", "rollout-0")
     )
-    silent.silence_s = 61.0
+    silent.silence_s, silent_addresses = 61.0, ["10.0.0.2:1"]
     with pytest.raises(UnresponsiveError, match=r"^trainer-0/2 does not answer within 60 s"):
+        await group.open(trainer, [rollout])  # type: ignore[arg-type, list-item]
+    silent_addresses.append("10.0.0.1:2")
+    both = r"^trainer-0/1 does not answer within .*; trainer-0/2 does not answer within 60 s"
+    with pytest.raises(UnresponsiveError, match=both):
         await group.open(trainer, [rollout])  # type: ignore[arg-type, list-item]
     silent.silence_s = 0.0
     await group.open(trainer, [rollout])  # type: ignore[arg-type, list-item]
@@ -126,3 +130,4 @@ async def test_an_error_names_all_members_that_do_not_answer_and_their_addresses
     assert group.unpublishable(["trainer-0/1", "trainer-0/2"]).message.startswith(
         "trainer-0/1 at 10.0.0.1:2 and trainer-0/2 at 10.0.0.2:1 do not answer"
     )
+    assert group.unpublishable(["trainer-0/1", "trainer-0/2"]).worker_ids == {"trainer-0"}
