@@ -203,6 +203,7 @@ def test_two_processes_score_what_one_does(
         ("ref_logp", "tiny:qwen2-0.4m", 2, {"cpu_offload": True}),
         # A dense teacher beside a mixture whose experts are shared.
         ("ref_logp", "tiny:qwen2-0.4m", 2, {"expert_parallel": 2}),
+        ("ref_logp", "tiny:qwen2-0.4m", 4, {"tensor_parallel": 2, "expert_parallel": 2}),
     ],
 )
 def test_workers_with_a_parallelism_of_their_own_score_what_one_process_does(

@@ -211,10 +211,11 @@ def _divide(
     module: nn.Module, layers: nn.ModuleList, spec: TrainerSpec, topology: RankTopology
 ) -> None:
     """Keeps this rank's part of heads and columns (tensor parallelism) and of experts."""
+    shared = [*_experts(layers)]
+    # Ranks compute all of a dense teacher, though they share the experts of the policy.
+    sharing_ranks = spec.expert_parallel if shared else 1
     if topology.mesh is not None and spec.tensor_parallel > 1:
-        _check_model(
-            module, tensor_parallel=spec.tensor_parallel, expert_parallel=spec.expert_parallel
-        )
+        _check_model(module, tensor_parallel=spec.tensor_parallel, expert_parallel=sharing_ranks)
         tensor = topology.mesh["tp"]
         for layer in layers:
             plan = {name: style for name, style in _TENSOR_PLAN.items() if _has(layer, name)}
@@ -223,9 +224,8 @@ def _divide(
                 if hasattr(attention, "kv_a_proj_with_mqa"):
                     _sum_latent_gradients(attention, tensor.get_group())
     if topology.experts is not None:
-        shared = [*_experts(layers)]  # none of a dense teacher
-        if shared and spec.expert_parallel > 1:
-            _check_model(module, expert_parallel=spec.expert_parallel)
+        if sharing_ranks > 1:
+            _check_model(module, expert_parallel=sharing_ranks)
         for experts in shared:
             _share(experts, topology)
 
