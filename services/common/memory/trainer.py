@@ -309,6 +309,7 @@ def _memory_of_stage(
         gathered = item * computed
     elif _has_mesh(trainer) and not trainer.casts_by_layer:
         gathered = (1 + critics) * _gathered(trainer, config, stage, item=item)
+        gathered -= item * _layer_weights(trainer, config, stage)  # a part of the peak
     peak, offloaded = _passes(spec, config, stage, item=item)
     sizes = {
         "weights, float32": _FLOAT32 * sharded,
@@ -449,11 +450,14 @@ def _passes(
     # The head's gradient waits for that of the embedding. Gradients of a layer exist one after the other.
     waiting = item * (head * stage.has_head * trains_weights + layer_weights / 2)
     again = layer.most if trainer.activation_checkpointing else 0.0
-    cast_head = cast_layer = 0.0
+    # Beside the head, one layer is gathered; beside a layer, the next one is, too.
+    cast_head, next_layer = 0.0, item * _layer_weights(trainer, config, stage)
     if trainer.casts_by_layer:
-        cast_head, cast_layer = float(item * head), item * layer_weights
+        cast_head = float(item * head)
+    elif not _has_mesh(trainer) or (trainer.keeps_gathered and not trainer.offloads_weights):
+        next_layer = 0.0
     backward_bytes = kept_bytes + num_tokens * (again + layer.transient)
-    moments = [{"activations": backward_bytes, _GRADIENTS: waiting, _GATHERED: cast_layer}]
+    moments = [{"activations": backward_bytes, _GRADIENTS: waiting, _GATHERED: next_layer}]
     if stage.has_head:
         of_head = trains_weights * (_FLOAT32 + item) * head
         moments.append(
@@ -462,7 +466,7 @@ def _passes(
     if _has_mesh(trainer) and not trainer.casts_by_layer:
         summed = _FLOAT32 * layer_weights * (1 + 1 / trainer.stage_ranks)
         summed += item * head * stage.has_head * trains_weights
-        moments.append({"activations": kept_bytes, _GRADIENTS: summed})
+        moments.append({"activations": kept_bytes, _GRADIENTS: summed, _GATHERED: next_layer})
     return max(moments, key=lambda sizes: sum(sizes.values())), num_tokens * there
 
 
@@ -525,7 +529,8 @@ def _layer(trainer: TrainerSpec, config: PretrainedConfig, shapes: Shapes, *, it
     of_mixture = common + bytes_of_width * shared + routed / trainer.tensor_parallel
     share = num_dense / int(text.num_hidden_layers)
     inner = share * dense + (1 - share) * (shared + per_token * _expert_width(text))
-    selected = _SELECTED_HIDDENS * item * hidden + attended + _SELECTED_FEED_FORWARD * item * inner
+    selected = _SELECTED_HIDDENS * item * hidden + _SELECTED_FEED_FORWARD * item * inner
+    selected += _attended(trainer, config, shapes, item=item, keeps_norms=False)
     selected += (1 - share) * item * per_token * hidden
     transient = item * (dense / trainer.tensor_parallel + hidden)
     if experts:
@@ -541,9 +546,18 @@ def _layer(trainer: TrainerSpec, config: PretrainedConfig, shapes: Shapes, *, it
 
 
 def _attended(
-    trainer: TrainerSpec, config: PretrainedConfig, shapes: Shapes, *, item: int
+    trainer: TrainerSpec,
+    config: PretrainedConfig,
+    shapes: Shapes,
+    *,
+    item: int,
+    keeps_norms: bool = True,
 ) -> float:
-    """Returns the bytes per token that attention keeps in a layer: queries, keys, values and outputs."""
+    """Returns the bytes per token that attention keeps in a layer: queries, keys, values and outputs.
+
+    Args:
+        keeps_norms: False if the norms of queries and keys are computed again.
+    """
     text: Any = config.get_text_config()
     queries, tensor = int(text.num_attention_heads), trainer.tensor_parallel
     eager = int(not trainer.compile)
@@ -558,7 +572,7 @@ def _attended(
     # Heads are repeated until each rank that shares the pack has the same number.
     keys = lcm(kv_heads(config), tensor * trainer.context_parallel)
     attended: float = item * (_QUERIES * queries + _KEY_VALUES * keys)
-    if any(name.endswith(".q_norm.weight") for name in shapes):
+    if keeps_norms and any(name.endswith(".q_norm.weight") for name in shapes):
         attended += (item + eager * _FLOAT32) * (queries + keys)
     attended *= head_width(config) / tensor
     layers = int(text.num_hidden_layers)

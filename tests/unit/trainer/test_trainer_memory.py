@@ -1,12 +1,14 @@
 """Tests of the planned GPU memory of a trainer."""
 
 import json
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig
 
+from bench.trainer import counted
 from services.checks.start.memory import smallest_change
 from services.common.memory.sizes import ConfigKey, weight_bytes
 from services.common.memory.trainer import _computed, _stages, fitted, trainer_memory
@@ -51,6 +53,19 @@ def test_the_peak_that_an_h200_had_is_found_within_5_per_cent():
     # The run sent no weights and had logits of two chunks at once; torch does not count the CUDA context.
     used = memory.used - memory.parts["weights in transfer"] - memory.parts["context"]
     assert used / GIB == pytest.approx(110.2 - 2.4, rel=0.05)
+
+
+def test_plans_of_passes_are_within_5_per_cent_of_their_counts(monkeypatch):
+    rows = json.loads(counted.RESULTS.read_text(encoding="utf-8"))["rows"]
+    ratios = {}
+    for model, setting, tokens, counted_gb in map(
+        itemgetter("model", "setting", "tokens", "counted_gb"), rows
+    ):
+        num_bytes = 1e9 * counted_gb
+        monkeypatch.setattr(counted, "count", lambda *_, num_bytes=num_bytes, **__: num_bytes)
+        comparison = counted.compare(model, setting, tokens)
+        ratios[model, setting, tokens] = comparison["planned_over_counted"]
+    assert {case: ratio for case, ratio in ratios.items() if not 0.95 <= ratio <= 1.05} == {}
 
 
 def test_peaks_of_each_way_to_keep_activations_are_found_within_5_per_cent():
