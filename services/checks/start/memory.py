@@ -25,8 +25,9 @@ from services.common.runspec.rules import parallelism, placement, train_engine
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TopologySpec
 from services.common.runspec.trainer import LoraSpec
+from services.common.runspec.weight_modes import HOST_MODE
 from services.common.runspec.worker_kinds import gpu_hosts, gpu_needs, total_gpus, worker_names
-from services.common.runspec.workers import WORKERS, kinds_with_own_gpus
+from services.common.runspec.workers import WORKERS, kinds_with_own_gpus, scoring_ranks
 from services.controller.launch.gpus import HostGpus
 
 
@@ -65,7 +66,7 @@ class RunMemory:
     apart: Mapping[str, TrainerMemory]
     """Memory of one GPU of each further kind of worker with its own GPUs, by role."""
     why_not: str
-    """Reason why trainer or rollouts do not fit, and a change that makes them fit; empty if they fit."""
+    """Reason why a worker does not fit, and a change that makes the run fit; empty if all fit."""
 
     def table(self) -> str:
         """Returns the memory contents of each GPU as lines of text."""
@@ -87,8 +88,6 @@ class RunMemory:
         """
         if self.why_not:
             raise ValueError(self.why_not)
-        for role, worker in self.apart.items():
-            worker.check(WORKERS[role].num_gpus(self.spec))
 
 
 def run_memory(
@@ -142,18 +141,20 @@ def _planned(
     engines = 0 if spec.topology.is_colocated else beside_trainer.count("rollout")
     fitted_spec, trainer = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines)
     rollout = plan_of(spec, config, gpu_bytes=gpu_bytes, roles=beside_rollout, checks=False)
-    why = ""
-    try:
-        trainer.check(spec.trainer.world_size)
-        if spec.runs_engines:
-            plan_of(spec, config, gpu_bytes=gpu_bytes, roles=beside_rollout)
-    except ValueError as error:
-        why = str(error)
     apart = {
         role: load_callable(kind.memory)(spec, config, gpu_bytes=gpu_bytes)
         for role, kind in kinds_with_own_gpus(spec.topology).items()
         if kind.memory
     }
+    why = ""
+    try:
+        trainer.check(spec.trainer.world_size)
+        if spec.runs_engines:
+            plan_of(spec, config, gpu_bytes=gpu_bytes, roles=beside_rollout)
+        for role, worker in apart.items():
+            worker.check(WORKERS[role].num_gpus(spec))
+    except ValueError as error:
+        why = str(error)
     return RunMemory(trainer, spec.trainer.world_size, rollout, fitted_spec, apart, why)
 
 
@@ -215,7 +216,8 @@ def smallest_change(
             memory = _planned(variant, config, gpu_bytes=gpu_bytes, gpus=gpus)
         except ValueError:
             return False
-        return not memory.why_not and SPARE * memory.trainer.used <= gpu_bytes
+        most_used = max(worker.used for worker in (memory.trainer, *memory.apart.values()))
+        return not memory.why_not and SPARE * most_used <= gpu_bytes
 
     if fitting_change := next(filter(fits, changes), None):
         return fitting_change
@@ -244,6 +246,7 @@ def _changes(spec: RunSpec, *, is_mixture: bool) -> Iterator[_Changes]:
     tokens = trainer.tokens_per_micro_batch
     while (tokens := tokens // 2) >= max(_MIN_TOKENS, longest // trainer.context_parallel):
         yield {"trainer.tokens_per_micro_batch": tokens}
+    yield from _changes_apart(spec)
     if trainer.dtype == "float32":
         yield {"trainer.dtype": "bfloat16"}
     if trainer.cpu_offload is False:
@@ -257,6 +260,22 @@ def _changes(spec: RunSpec, *, is_mixture: bool) -> Iterator[_Changes]:
     yield from _adapters(trainer.lora, is_mixture=is_mixture)
 
 
+def _changes_apart(spec: RunSpec) -> Iterator[_Changes]:
+    """Yields settings that reduce the memory of a critic and of scoring workers with their own GPUs."""
+    topology, num_ranks = spec.topology, spec.topology.scoring_ranks
+    if topology.own_gpus("critic"):
+        yield from ({"critic.cpu_offload": contents} for contents in ("optimizer", True))
+    kinds = kinds_with_own_gpus(topology).values()
+    most_ranks = max(
+        (topology.own_gpus(k.task) for k in kinds if k.ranks is scoring_ranks), default=0
+    )
+    while (num_ranks := 2 * num_ranks) <= most_ranks:
+        yield {"topology.scoring_ranks": num_ranks}
+        yield {"topology.scoring_ranks": num_ranks, "weight_sync.mode": HOST_MODE}
+    if most_ranks and not topology.scoring.cpu_offload:
+        yield {"topology.scoring": topology.scoring.model_copy(update={"cpu_offload": True})}
+
+
 def _adapters(lora: LoraSpec | None, *, is_mixture: bool) -> Iterator[_Changes]:
     if lora is None:
         yield {"trainer.lora": LoraSpec()}
@@ -265,15 +284,13 @@ def _adapters(lora: LoraSpec | None, *, is_mixture: bool) -> Iterator[_Changes]:
 
 
 def _with(spec: RunSpec, changes: _Changes) -> RunSpec:
-    trainer_update = {
-        key.removeprefix("trainer."): v for key, v in changes.items() if key.startswith("trainer.")
-    }
-    spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update=trainer_update)})
-    if "topology.placement" not in changes:
-        return spec
-    replicas = max(1, spec.trainer.world_size // spec.engine_gpus)
-    sections = {
-        "topology": TopologySpec(placement=changes["topology.placement"]),
-        "rollout": spec.rollout.model_copy(update={"replicas": replicas}),
-    }
+    sections: dict[str, Any] = {}
+    for key, value in changes.items():
+        name, _, field = key.partition(".")
+        section = sections.get(name, getattr(spec, name))
+        sections[name] = section.model_copy(update={field: value})
+    if "topology.placement" in changes:
+        replicas = max(1, spec.trainer.world_size // spec.engine_gpus)
+        sections["topology"] = TopologySpec(placement=changes["topology.placement"])
+        sections["rollout"] = spec.rollout.model_copy(update={"replicas": replicas})
     return spec.model_copy(update=sections)

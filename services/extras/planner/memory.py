@@ -121,6 +121,7 @@ class Memory:
                 "kv_cache": run.rollout.kv_cache,
                 "kv_tokens": run.rollout.kv_tokens,
             },
+            **{role: dict(worker.parts) for role, worker in run.apart.items()},
         }
 
     def _run(self, trainer_gpus: int) -> Any:

@@ -56,6 +56,16 @@ def test_json_has_the_same_for_a_program(spec, tmp_path):
     assert plan["now"]["keys"]["rollout.replicas"] == 1
 
 
+def test_workers_with_their_own_gpus_are_planned_too(spec):
+    topology = "{task_groups: [train, ref_logp, generate], ratios: [0.5, 0.25, 0.25], gpus: 4}"
+    arguments = ("--set", f"topology={topology}", "--set", "algorithm.kl.coefficient=0.1")
+    arguments += ("--gpus", "3", "--gpu-memory", "80GB")
+    text, document = called(spec, *arguments), called(spec, *arguments, "--json")
+    assert "each of the ref_logp's 1 GPU(s)" in text.output
+    parts = json.loads(document.stdout)["memory"]["ref_logp"]
+    assert parts["weights, frozen"] > 0
+
+
 def test_a_gpu_switch_moves_the_state_that_does_not_fit_next_to_the_engines(spec):
     def gpu_switch_s(*arguments):
         plan = json.loads(called(spec, "--gpus", "2", "--json", *arguments).stdout)

@@ -1,10 +1,12 @@
 """Tests of the planned memory of workers that only score, and of a critic with its own GPUs."""
 
-from dataclasses import replace
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from services.checks.start.memory import needed_by_gpu, run_memory
 from services.common.memory.sizes import weight_bytes
@@ -92,17 +94,29 @@ def test_a_critic_has_a_trainers_state_in_its_own_layout_and_no_logits() -> None
 
 
 @pytest.mark.parametrize(
-    ("role", "key"),
-    [("ref_logp", "topology.scoring_ranks"), ("critic", "critic.cpu_offload")],
+    ("role", "count", "gpu_gb", "key", "change"),
+    [
+        ("ref_logp", 4, 60, "topology.scoring_ranks", "topology.scoring_ranks: 2"),
+        ("ref_logp", 1, 60, "topology.scoring_ranks", 'topology.scoring: {"cpu_offload": true}'),
+        ("critic", 1, 80, "critic.cpu_offload", "critic.cpu_offload: 'optimizer'"),
+        ("critic", 1, 60, "critic.cpu_offload", "critic.cpu_offload: true"),
+    ],
 )
-def test_a_worker_that_does_not_fit_is_refused_with_the_key_that_helps(role: str, key: str) -> None:
-    # Trainer and rollouts fit.
-    memory = replace(memory_of(run_with(1, role), gpu_gb=18), why_not="")
-    with pytest.raises(ValueError, match=rf"a GPU of the {role} has .*{key}"):
+def test_a_worker_that_does_not_fit_is_refused_with_the_smallest_change_that_fits(
+    tmp_path: Path, role: str, count: int, gpu_gb: int, key: str, change: str
+) -> None:
+    """The trainer and the rollouts fit."""
+    shape = {"hidden_size": 5120, "intermediate_size": 27_648, "num_hidden_layers": 64}
+    Qwen2Config(**shape, vocab_size=152_064).save_pretrained(tmp_path)
+    teacher = {"path": str(tmp_path), "tokenizer": "bytes"}
+    parts = {"teacher": teacher, "topology": {"scoring_ranks": 1}} if role == "ref_logp" else {}
+    memory = memory_of(run_with(count, role, **parts), gpu_gb)
+    fix = rf"{re.escape(key)}.* It fits with {re.escape(change)}\n"
+    with pytest.raises(ValueError, match=rf"a GPU of the {role} has .*{fix}"):
         memory.check()
 
 
-def test_a_teachers_own_shape_is_planned(tmp_path: Any) -> None:
+def test_a_teachers_own_shape_is_planned(tmp_path: Path) -> None:
     config = tiny_config("qwen2", vocab_size=24)
     model = build_model(config, dtype=torch.float32, device=torch.device("cpu"))
     model.save_pretrained(tmp_path / "teacher")
