@@ -131,7 +131,7 @@ class TrainerClient:
         """Trains one batch. Safe to retry for the newest step.
 
         Raises:
-            InvalidArgumentError: If the batch lacks what the algorithm needs.
+            InternalError: If the batch lacks what the algorithm needs.
             FailedPreconditionError: If ``step`` does not follow the newest one.
             UnavailableError: If the trainer is still loading.
         """
@@ -157,7 +157,7 @@ class TrainerClient:
             weight_version: Version of the weights that the step starts from.
 
         Raises:
-            InvalidArgumentError: If the groups lack what the algorithm needs.
+            InternalError: If the groups lack what the algorithm needs.
             FailedPreconditionError: If ``step`` does not follow the newest one.
             UnavailableError: If the trainer is still loading.
         """

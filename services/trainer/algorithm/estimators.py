@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from services.common.errors import InvalidArgumentError
 from services.trainer.algorithm import advantages
 from services.trainer.batch.samples import IncompleteBatchError
 from services.trainer.batch.segments import Segments
@@ -88,10 +89,10 @@ def gdpo(batch: ScoredBatch, *, weights: Mapping[str, float]) -> Tensor:
     """Advantages of terms that are normalized one by one; see :func:`advantages.gdpo`.
 
     Raises:
-        IncompleteBatchError: If samples lack a term.
+        InvalidArgumentError: If samples lack a term.
     """
     if missing_terms := sorted(weights.keys() - batch.terms.keys()):
-        raise IncompleteBatchError(
+        raise InvalidArgumentError(
             f"algorithm.advantage_arguments.weights has {', '.join(missing_terms)}, but the terms of all "
             f"samples are {', '.join(batch.terms) or 'none'}; use the names that metrics show as reward/NAME",
             missing=", ".join(missing_terms),

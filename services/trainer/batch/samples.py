@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from services.common.errors import InvalidArgumentError
+from services.common.errors import InternalError
 from services.common.fields import (
     PROMPT_VERSION,
     ROUTED_EXPERTS,
@@ -190,8 +190,8 @@ _CORRECTION_FIELDS = ("rollout_logprobs", "version_runs")
 _REQUIRED_FIELDS = ("prompt_ids", "response_ids", "response_mask", "rewards")
 
 
-class IncompleteBatchError(InvalidArgumentError):
-    """A batch lacks fields that the algorithm needs."""
+class IncompleteBatchError(InternalError):
+    """A batch lacks what other workers add and the algorithm needs; no setting of the run is at fault."""
 
     reason = "INCOMPLETE_BATCH"
 

@@ -6,9 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
+from services.common.errors import InvalidArgumentError
 from services.common.runspec.trainer import CriticSpec
 from services.trainer.batch.columns import SCORED
 from services.trainer.batch.samples import IncompleteBatchError, empty_samples
@@ -55,8 +57,9 @@ def test_a_batch_without_what_the_correction_needs_is_refused(field: str) -> Non
     spec = spec_of()
     policy = policy_of(spec)
     queue = random_queue(policy).without(field)
-    with pytest.raises(IncompleteBatchError, match=field):
+    with pytest.raises(IncompleteBatchError, match=field) as refusal:
         rank_of(spec, policy, queue).train(StepCommand(1, queue.meta))
+    assert refusal.value.code is grpc.StatusCode.INTERNAL, "no setting is at fault"
     plain = spec_of(algorithm={"correction": "none", "max_staleness": 0})
     assert not rank_of(plain, policy, queue).train(StepCommand(1, queue.meta)).skipped
 
@@ -417,6 +420,15 @@ def test_every_algorithm_trains(algorithm: dict[str, Any]) -> None:
     assert not result.skipped
     assert all(math.isfinite(value) for value in result.metrics.values())
     assert result.metrics["grad_norm"] > 0
+
+
+def test_terms_that_no_sample_has_are_a_fault_of_the_setting_that_names_them() -> None:
+    weights = {"weights": {"polite": 1.0}}
+    spec = spec_of(algorithm={"advantage": "gdpo", "advantage_arguments": weights})
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    with pytest.raises(InvalidArgumentError, match=r"advantage_arguments\.weights has polite"):
+        rank_of(spec, policy, queue).train(StepCommand(1, queue.meta))
 
 
 def test_remax_needs_a_greedy_response_in_each_group() -> None:
