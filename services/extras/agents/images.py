@@ -61,6 +61,7 @@ class EpisodeImages:
         self._episode = episode
         self._memory = memory
         self._num_bytes = 0
+        self._is_closed = False
 
     async def look(
         self,
@@ -98,7 +99,7 @@ class EpisodeImages:
         num_kept = 0
         try:
             turn = await self._episode.look(token_ids, images, after=after)
-            if keeps and turn.model_inputs is not None:
+            if keeps and not self._is_closed and turn.model_inputs is not None:
                 num_kept = sum(tensor.nbytes for tensor in turn.model_inputs.tensors.values())
         finally:
             self._num_bytes += num_kept
@@ -106,6 +107,7 @@ class EpisodeImages:
         return turn
 
     def close(self) -> None:
-        """Returns the memory of all images."""
+        """Returns the memory of all images; those of a request that ends later are not held."""
+        self._is_closed = True
         self._memory.give(self._num_bytes)
         self._num_bytes = 0

@@ -168,5 +168,15 @@ async def test_refused_and_counted_images_keep_no_memory(monkeypatch: pytest.Mon
         assert endpoint._image_memory._free_bytes == 2 * NEEDED_BYTES
 
 
+async def test_images_that_are_read_after_their_episode_has_ended_keep_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with served(monkeypatch, max_bytes=2 * NEEDED_BYTES) as endpoint, agent(endpoint):
+        (session,) = endpoint._sessions.values()
+        session.close()
+        await session.record.chat(endpoint_module.parse_chat(_encoded(body(1))))
+        assert endpoint._image_memory._free_bytes == 2 * NEEDED_BYTES
+
+
 def _encoded(chat: dict[str, Any]) -> bytes:
     return httpx.Request("POST", "http://x", json=chat).content
