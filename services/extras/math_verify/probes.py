@@ -3,6 +3,7 @@
 Values that differ at one point are different, so that algebra only has to confirm what seems equal.
 """
 
+from itertools import combinations
 from typing import Any, Final
 
 from math_verify.grader import is_equation, is_relation
@@ -20,6 +21,8 @@ _LINE: Final = tuple(
 )
 _DIGITS: Final = 15
 _TOLERANCE: Final = 1e-5
+_UNCLEAR: Final = (1e-7, 1e-2)
+"""Relative distances of roots that may be one repeated root, which decimals as coefficients spread."""
 _MAX_DEGREE: Final = 5
 
 
@@ -69,12 +72,16 @@ def _equations_differ(gold: Any, answer: Any) -> bool:
 
 
 def _roots(equation: Any, symbol: Any) -> list[complex] | None:
-    """Returns the complex solutions of an equation of one symbol; None if it is no polynomial."""
+    """Returns the complex solutions of an equation of one symbol; None if they are unclear."""
     try:
         polynomial = Poly(equation.lhs - equation.rhs, symbol)
-        return [complex(root) for root in polynomial.nroots(n=_DIGITS)]
+        roots = [complex(root) for root in polynomial.nroots(n=_DIGITS)]
     except Exception:  # noqa: BLE001 -- sympy raises errors of any type
         return None
+    least, most = _UNCLEAR
+    pairs = ((abs(a - b), max(abs(a), abs(b))) for a, b in combinations(roots, 2))
+    is_unclear = any(least * size < distance < most * size for distance, size in pairs)
+    return None if is_unclear else roots
 
 
 def _values(symbols: list[Any], point: tuple[Any, ...]) -> dict[Any, Any]:

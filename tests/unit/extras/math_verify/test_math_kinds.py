@@ -409,6 +409,11 @@ def test_a_formula_of_many_powers_is_read_within_the_limit_of_time() -> None:
             "x^{2}y^{2}z^{3}+2x^{2}y^{3}+\\frac{3}{2}x^{3}yz^{3}+z^{2}=2",
             "2x^{2}y^{2}z^{3}+4x^{2}y^{3}+3x^{3}yz^{3}+2z^{2}=5",
         ),
+        (
+            "(x-0.1y)^{4}=0",  # its root is repeated
+            "x^{4}-0.4x^{3}y+0.06x^{2}y^{2}-0.004xy^{3}+0.0001y^{4}=0",
+            "(x-0.2y)^{4}=0",
+        ),
     ],
 )
 def test_equations_of_several_symbols_are_compared_by_their_solutions(
