@@ -7,7 +7,7 @@ from functools import partial
 
 import grpc
 
-from services.common.errors import UnavailableError
+from services.common.errors import ServiceError
 from services.common.lifetime import report_ready
 from services.common.rpc.server import serve
 from services.common.task_group import TaskGroup
@@ -116,11 +116,11 @@ async def _serve_rows(settings: TrainerSettings, follower: Follower) -> AsyncIte
 
 
 async def _stop(leader: Leader, session: WorkerSession) -> None:
-    """Ends all ranks; the run's record then has the uploads that ended, unless no controller answers."""
-    with suppress(UnavailableError):  # first, because this process may be killed while a step ends
+    """Ends all ranks; the run's record then has the uploads that ended, unless no controller records them."""
+    with suppress(ServiceError):  # first, because this process may be killed while a step ends
         await send_uploads(leader, session)
     await asyncio.to_thread(leader.stop)
-    with suppress(UnavailableError):
+    with suppress(ServiceError):
         await send_uploads(leader, session)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from services.common.errors import UnavailableError
+from services.common.errors import FailedPreconditionError, ServiceError, UnavailableError
 from services.trainer.worker import _stop
 
 
@@ -14,7 +14,7 @@ class EndingTrainer:
 
     reported: list[str] = field(default_factory=list)
     sent: list[str] = field(default_factory=list)
-    is_controller_away: bool = False
+    error: ServiceError | None = None
     has_stopped: bool = False
 
     @property
@@ -25,18 +25,24 @@ class EndingTrainer:
         session.reported.append("after the end" if self.has_stopped else "before the end")
 
     async def send_events(self) -> None:
-        if self.is_controller_away:
-            raise UnavailableError("no controller")
+        if self.error is not None:
+            raise self.error
         self.sent = [*self.reported]
 
     def stop(self) -> None:
-        assert self.is_controller_away or self.sent == ["before the end"]
+        assert self.error is not None or self.sent == ["before the end"]
         self.has_stopped = True
 
 
-@pytest.mark.parametrize("is_controller_away", [False, True])
-async def test_uploads_that_end_as_the_trainer_ends_are_recorded(is_controller_away: bool) -> None:
-    trainer = EndingTrainer(is_controller_away=is_controller_away)
+@pytest.mark.parametrize(
+    "error",
+    [None, UnavailableError("no controller"), FailedPreconditionError("the run is not active")],
+    ids=["recorded", "no controller", "a controller that does not know the run"],
+)
+async def test_uploads_that_end_as_the_trainer_ends_are_recorded(
+    error: ServiceError | None,
+) -> None:
+    trainer = EndingTrainer(error=error)
     await _stop(trainer, trainer)  # type: ignore[arg-type]
     assert trainer.has_stopped
-    assert trainer.sent == ([] if is_controller_away else ["before the end", "after the end"])
+    assert trainer.sent == ([] if error is not None else ["before the end", "after the end"])
