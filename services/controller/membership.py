@@ -111,12 +111,14 @@ class Membership:
         self._opened[run_id] = self._clock.monotonic()
         self.rendezvous.open(run_id)
 
-    def end_run(self, run_id: str) -> None:
+    async def end_run(self, run_id: str) -> None:
         """Accepts no more workers of a run; registered ones are ordered to stop at their next heartbeat.
 
-        What they report as they end is accepted until :meth:`close_run`.
+        Those that wait in a rendezvous stop waiting. What they report as they end is accepted until
+        :meth:`close_run`.
         """
         self._ending.add(run_id)
+        await self.rendezvous.close(run_id)
 
     async def close_run(self, run_id: str) -> None:
         """Forgets the workers of a run; the answer to a late heartbeat is the order to stop."""

@@ -617,8 +617,8 @@ class RunDriver:
         return f"{message} (log: {log_command(self._run_id, worker[0])})" if worker else message
 
     async def _clean_up(self, *, record_samples: bool) -> None:
-        self._services.membership.end_run(self._run_id)
         try:
+            await self._services.membership.end_run(self._run_id)
             await self._services.launcher.stop(self._run_id)
         finally:
             await self._services.membership.close_run(self._run_id)

@@ -386,6 +386,8 @@ async def test_what_workers_report_as_they_end_is_recorded_before_the_run_has_en
                 worker = manager.workers(run_id)[0]
                 with pytest.raises(FailedPreconditionError):
                     await membership.register(rollout_of(run_id, 1))
+                with pytest.raises(FailedPreconditionError):
+                    await membership.rendezvous.get(f"{run_id}/1", "address", 60)
                 heartbeat = membership_pb2.HeartbeatRequest(
                     run_id=run_id,
                     worker_id=worker.worker_id,
