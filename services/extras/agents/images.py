@@ -86,21 +86,22 @@ class EpisodeImages:
         max_bytes = self._memory.max_episode_bytes
         # What an image needs at most, until its size is known.
         num_bytes = min(len(images) * reader.max_decoded_bytes, max_bytes)
-        if self._num_bytes + num_bytes > max_bytes:
-            raise ApiError(
-                400,
-                f"the conversations of this episode have images of {self._num_bytes:,} bytes after decoding, "
-                f"and more than {max_bytes:,} with those of this request; send fewer or smaller images, "
-                "or lower data.max_image_pixels",
-                code="too_many_images",
-                param="messages",
-            )
         await self._memory.take(num_bytes)
         num_kept = 0
         try:
             turn = await self._episode.look(token_ids, images, after=after)
             if keeps and not self._is_closed and turn.model_inputs is not None:
-                num_kept = sum(tensor.nbytes for tensor in turn.model_inputs.tensors.values())
+                num_added = sum(tensor.nbytes for tensor in turn.model_inputs.tensors.values())
+                if self._num_bytes + num_added > max_bytes:
+                    raise ApiError(
+                        400,
+                        f"the conversations of this episode have images of {self._num_bytes:,} bytes after "
+                        f"decoding, and more than {max_bytes:,} with those of this request; send fewer or "
+                        "smaller images, or lower data.max_image_pixels",
+                        code="too_many_images",
+                        param="messages",
+                    )
+                num_kept = num_added
         finally:
             self._num_bytes += num_kept
             self._memory.give(num_bytes - num_kept)

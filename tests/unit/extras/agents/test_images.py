@@ -119,7 +119,7 @@ async def test_images_that_find_no_memory_in_time_are_to_be_sent_again(
 async def test_one_episode_cannot_take_the_memory_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bounds = {"max_bytes": 8 * NEEDED_BYTES, "max_episode_bytes": KEPT_BYTES + NEEDED_BYTES}
+    bounds = {"max_bytes": 8 * NEEDED_BYTES, "max_episode_bytes": KEPT_BYTES + NEEDED_BYTES // 2}
     async with (
         served(monkeypatch, **bounds) as endpoint,
         agent(endpoint, 2) as greedy,
@@ -131,6 +131,15 @@ async def test_one_episode_cannot_take_the_memory_of_the_others(
             assert refused.status_code == 400
             assert refused.json()["error"]["code"] == "too_many_images"
         assert (await other(body(4))).status_code == 200
+
+
+async def test_requests_of_one_episode_at_once_share_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bounds = {"max_bytes": 8 * NEEDED_BYTES, "max_episode_bytes": 2 * NEEDED_BYTES}
+    async with served(monkeypatch, **bounds) as endpoint, agent(endpoint, 4) as send:
+        answers = await asyncio.gather(*(send(body(number)) for number in range(4)))
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 400, 400]
 
 
 async def test_many_requests_at_once_never_have_more_than_the_memory(
