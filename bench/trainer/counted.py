@@ -5,6 +5,8 @@ backward, of models in real widths; only forward for workers that score. The cou
 storages that exist at once, without optimizer and allocator; it needs no GPU. Kernels that a GPU fuses count
 as their results. Layers are not compiled. Results go to ``bench/results/trainer-counted.json``. Bar: each
 plan within 5 % of its count.
+
+With ``--planned FILE`` the counts are those of the stored results, and FILE has the new comparison.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, PretrainedConfig
 
-from bench.report import report_to
+from bench.report import read_json, report_to
 from bench.trainer.workload import Scale, spec_of
 from services.common.memory.trainer import trainer_memory
 from services.common.models.loading import build_model
@@ -139,18 +141,28 @@ _DENSE_ONLY: Final = ("selective",)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="one model, and no file")
+    parser.add_argument("--planned", type=Path, help="file of a comparison with the stored counts")
     arguments = parser.parse_args()
     models = [*_MODELS][: 1 if arguments.smoke else None]
-    rows = [
-        {"model": model, "setting": setting, "tokens": tokens, **compare(model, setting, tokens)}
+    cases = [
+        (model, setting, tokens)
         for model in models
         for setting in (*_SETTINGS, *_SCORING)
         if not (setting in _DENSE_ONLY and "moe" in str(_MODELS[model][1]))
         for tokens in (4096, 20_480)
     ]
+    counts: Mapping[Any, float] = {}
+    if arguments.planned is not None:
+        stored = read_json(RESULTS)["rows"]
+        counts = {(r["model"], r["setting"], r["tokens"]): 1e9 * r["counted_gb"] for r in stored}
+    rows = [
+        {"model": model, "setting": setting, "tokens": tokens}
+        | compare(model, setting, tokens, counted=counts.get((model, setting, tokens)))
+        for model, setting, tokens in cases
+    ]
     ratios = [row["planned_over_counted"] for row in rows]
     report_to(
-        None if arguments.smoke else RESULTS,
+        None if arguments.smoke else arguments.planned or RESULTS,
         {
             "host": "none: fake tensors",
             "torch": torch.__version__,
@@ -163,8 +175,14 @@ def main() -> None:
     )
 
 
-def compare(model: str, setting: str, tokens: int) -> dict[str, float]:
-    """Returns the counted and the planned bytes of a pass's peak in GB, and their ratio."""
+def compare(
+    model: str, setting: str, tokens: int, *, counted: float | None = None
+) -> dict[str, float]:
+    """Returns the counted and the planned bytes of a pass's peak in GB, and their ratio.
+
+    Args:
+        counted: Bytes that were counted before; None to count them.
+    """
     family, shape = _MODELS[model]
     config = AutoConfig.for_model(family, **shape)
     scale = Scale(config, 8, 256, tokens // 2, tokens, 1, 1)
@@ -173,10 +191,10 @@ def compare(model: str, setting: str, tokens: int) -> dict[str, float]:
     if setting in _SCORING:
         spec = _scoring_run(spec, _SCORING[setting])
         memory = reference_memory(spec, config, gpu_bytes=10**12)
-        counted = count(config, scoring_spec(spec).trainer, tokens, scores=True)
+        counted = counted or count(config, scoring_spec(spec).trainer, tokens, scores=True)
     else:
         memory = trainer_memory(spec, config, gpu_bytes=10**12)
-        counted = count(config, spec.trainer, tokens)
+        counted = counted or count(config, spec.trainer, tokens)
     planned = sum(size for name, size in memory.parts.items() if name not in _UNCOUNTED)
     return {
         "counted_gb": round(counted / 1e9, 3),

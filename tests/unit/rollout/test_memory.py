@@ -242,7 +242,7 @@ def test_the_shared_buffer_is_counted_if_one_gpu_has_all() -> None:
 
 
 def test_state_that_fits_with_a_colocated_engine_stays() -> None:
-    turns, config = in_turns(max_running_samples=64), qwen_7b()
+    turns, config = in_turns(max_running_samples=56), qwen_7b()
     state = state_memory(turns, config, gpu_bytes=300 * GB)
     assert state == 3 * 4 * 7_615_616_512
     totals = [gb * GB for gb in (141, 300, 600)]
