@@ -119,7 +119,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 _PAUSE_TIMEOUT_S = 300.0
 _NOT_BEGUN = ("QUEUED", "STARTING")
-# What is told about a run, by its state when the services end.
+# Message about a run, by its state when the services end.
 _OUTCOMES = {
     "PAUSED": "is paused; the same command resumes it",
     "CANCELLED": "is cancelled",

@@ -450,7 +450,7 @@ def _passes(
     # The head's gradient waits for that of the embedding. Gradients of a layer exist one after the other.
     waiting = item * (head * stage.has_head * trains_weights + layer_weights / 2)
     again = layer.most if trainer.activation_checkpointing else 0.0
-    # Beside the head, one layer is gathered; beside a layer, the next one is, too.
+    # One layer is gathered while the head computes; two, its own and the next, while a layer does.
     cast_head, next_layer = 0.0, item * _layer_weights(trainer, config, stage)
     if trainer.casts_by_layer:
         cast_head = float(item * head)

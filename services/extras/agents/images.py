@@ -9,9 +9,9 @@ from services.rollout.workflows.base import Episode
 from services.rollout.workflows.turns import Turn
 
 _ENDPOINT_PART: Final = 4
-"""The images of an endpoint may have this part of the host's memory."""
+"""The images of an endpoint may take 1 / 4 of the host's memory."""
 _EPISODE_PART: Final = 4
-"""Those of one episode may have this part of that."""
+"""The images of one episode may take 1 / 4 of the endpoint's part."""
 _ROOM_S: Final = 60.0
 
 
